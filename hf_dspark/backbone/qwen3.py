@@ -1,0 +1,84 @@
+"""Qwen3-style draft layers: queries from the block, keys and values from context and block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
+
+from ..configuration_dspark import DSparkConfig
+from .context_cache import ContextCache
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of states (R, heads, rows, head_dim) with cos and sin (R, rows, head_dim)."""
+    return states * cos.unsqueeze(1) + rotate_half(states) * sin.unsqueeze(1)
+
+
+class DSparkAttention(nn.Module):
+    """Attention of a draft block to the context and, in both directions, to itself."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = False
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: ContextCache | None = None,
+    ) -> torch.Tensor:
+        cos, sin = position_embeddings
+        rows = torch.cat([context, block], dim=1)
+        queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
+        keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2)
+        values = self._heads(self.v_proj(rows)).transpose(1, 2)
+        queries = rotate(queries, cos[:, context.shape[1] :], sin[:, context.shape[1] :])
+        keys = rotate(keys, cos, sin)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attention(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return self.o_proj(output.flatten(-2))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm decoder layer; `input_layernorm` is for block rows only, the context comes normalised."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: torch.Tensor, context: torch.Tensor, **attention_arguments) -> torch.Tensor:
+        block = block + self.self_attn(self.input_layernorm(block), context, **attention_arguments)
+        return block + self.mlp(self.post_attention_layernorm(block))

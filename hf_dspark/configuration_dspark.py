@@ -1,0 +1,101 @@
+"""DSpark drafter configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class DSparkConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DSparkModel`]: a drafter for one particular target model.
+
+    Args:
+        vocab_size: size of the target's vocabulary.
+        draft_vocab_size: how many of the target's tokens the drafter can propose; `None` means all. A smaller one
+            comes with a `d2t` tensor in the checkpoint (`target_id = draft_id + d2t[draft_id]`).
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+        hidden_act, rms_norm_eps, attention_bias, rope_parameters, max_position_embeddings: the Qwen3-style backbone.
+        target_hidden_size: hidden size of the target (default: `hidden_size`).
+        num_target_layers: number of decoder layers of the target, when it is known.
+        target_layer_ids: the tapped target layers, strictly increasing; `i` is the output of decoder layer `i`, `-1`
+            the target's embedding output.
+        block_size: rows of a draft block.
+        mask_token_id: the token that fills the block after the anchor.
+        sample_from_anchor: whether slot `k` predicts the token `k + 1` places after the anchor (`block_size` drafts),
+            or `k` places after it, so that slot 0 goes unused (`block_size - 1` drafts).
+        markov_rank: rank of the sequential head, 0 for none (plain DFlash).
+        markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`.
+        enable_confidence_head: whether each draft token comes with a predicted acceptance probability.
+        confidence_head_with_markov: whether that head also reads the embedding of the previous token.
+        has_embed_tokens, has_lm_head: whether the checkpoint has its own; otherwise the target's are used.
+    """
+
+    model_type = "dspark"
+
+    vocab_size: int = 151936
+    draft_vocab_size: int | None = None
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    layer_types: list[str] | None = None
+    tie_word_embeddings: bool = False
+
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
+    block_size: int = 7
+    mask_token_id: int = 0
+    sample_from_anchor: bool = True
+
+    markov_rank: int = 256
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    has_embed_tokens: bool = False
+    has_lm_head: bool = False
+
+    def __post_init__(self, **kwargs):
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        self.target_layer_ids = list(self.target_layer_ids)
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        if any(kind != "full_attention" for kind in self.layer_types):
+            raise ValueError(f"`layer_types` {self.layer_types}: only full attention is supported in a drafter.")
+        if sorted(set(self.target_layer_ids)) != self.target_layer_ids or not self.target_layer_ids:
+            raise ValueError(f"`target_layer_ids` must be strictly increasing, got {self.target_layer_ids}.")
+        if self.target_layer_ids[0] < -1:
+            raise ValueError(f"`target_layer_ids` starts at -1 (the embeddings), got {self.target_layer_ids}.")
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"`block_size` {self.block_size} leaves no slot to draft in.")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` {self.mask_token_id} lies outside the vocabulary of {self.vocab_size} tokens."
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` {self.draft_vocab_size} is not between 1 and `vocab_size` {self.vocab_size}."
+            )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """γ, the number of tokens that one block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1

@@ -1,0 +1,81 @@
+"""The small heads on top of the backbone: sequential (Markov, gated Markov, RNN) and confidence."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .configuration_dspark import DSparkConfig
+
+
+class MarkovHead(nn.Module):
+    """
+    Sequential head: a low-rank bias `B_k = W2 · f_k` on the logits of slot k that knows the token before it.
+
+    The vanilla head has `f_k = e = W1[x_{k-1}]`. `W1` is indexed by target token ids, `W2` gives draft token ids.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def initial_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """s_0 of shape (..., rank) for hidden states of shape (..., hidden_size); only the RNN head evolves it."""
+        return hidden.new_zeros(*hidden.shape[:-1], self.markov_w2.in_features)
+
+    def step(
+        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(f_k, s_k) from e = W1[x_{k-1}], h_k and s_{k-1}; any leading dimensions."""
+        return embedding, state
+
+    def unroll(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """f for all slots at once, given all previous tokens: embeddings (..., γ, rank), hidden (..., γ, H)."""
+        state, features = self.initial_state(hidden[..., 0, :]), []
+        for embedding, row in zip(embeddings.unbind(-2), hidden.unbind(-2)):
+            feature, state = self.step(embedding, row, state)
+            features.append(feature)
+        return torch.stack(features, dim=-2)
+
+
+class GatedMarkovHead(MarkovHead):
+    """`f_k = σ(G[h_k; e]) · e`: the hidden state decides how much of the transition to trust."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
+
+    def step(self, embedding, hidden, state):
+        gate = self.gate_proj(torch.cat([hidden, embedding], dim=-1)).sigmoid()
+        return gate * embedding, state
+
+
+class RNNHead(MarkovHead):
+    """`(g, c, o) = J[s; e; h_k]`, `s' = σ(g)·s + (1 - σ(g))·tanh(c)`, `f_k = tanh(o)`: it knows the whole prefix."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.joint_proj = nn.Linear(config.hidden_size + 2 * config.markov_rank, 3 * config.markov_rank)
+
+    def step(self, embedding, hidden, state):
+        gate, candidate, output = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1)).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+
+SEQUENTIAL_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of c_k, the probability that x_k is accepted given that all before it were: `w·[h_k; e] + b`."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov and config.markov_rank > 0
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+
+    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        """hidden (..., H), embedding of the token before (..., rank) or `None`; returns logits (...) in float32."""
+        features = torch.cat([hidden, embedding], dim=-1) if self.with_markov else hidden
+        return self.proj(features).squeeze(-1).float()

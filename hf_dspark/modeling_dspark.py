@@ -1,0 +1,257 @@
+"""DSpark drafter: a parallel backbone that predicts a block, with small sequential and confidence heads."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import align_module_device
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.utils import ModelOutput
+
+from .backbone.context_cache import ContextCache
+from .backbone.qwen3 import DSparkDecoderLayer
+from .checkpoints import read_config
+from .configuration_dspark import DSparkConfig
+from .heads import SEQUENTIAL_HEADS, ConfidenceHead
+
+
+@dataclass
+class DSparkOutput(ModelOutput):
+    """
+    Args:
+        last_hidden_state: h, the block's hidden states after the final norm, (R, block rows, hidden_size).
+        cache: the context cache, which now holds the context rows that were passed.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    cache: ContextCache | None = None
+
+
+class DSparkModel(PreTrainedModel):
+    """
+    A DSpark (or DFlash) drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
+
+    What it has of its own follows its checkpoint; embeddings and output head that are missing are borrowed from the
+    target by [`~DSparkModel.bind`], which `generate()` calls.
+
+    `generation_config.num_assistant_tokens` caps the tokens sent to verification a round, and
+    `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
+    """
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
+        )
+        self.markov_head = SEQUENTIAL_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        else:
+            self.d2t = None
+        self.generation_config = GenerationConfig()
+        # Weights that are the target's, by module name. They are not ours to move, train or save, hence no parameters.
+        self._shared: dict[str, torch.Tensor] = {}
+        self._bound_to: tuple | None = None
+        self.post_init()
+
+    # Loading and saving
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """
+        Load a drafter saved by this package or by DeepSpec (DSpark or DFlash with a Qwen3 backbone), from a folder or
+        from the Hub. Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            ValueError: the checkpoint is of an unknown format, or its tensors are not those that its config calls for.
+        """
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        if config is None:
+            config_dict = read_config(pretrained_model_name_or_path, **hub)
+            config, kwargs = DSparkConfig.from_dict(config_dict, return_unused_kwargs=True, **kwargs)
+        wants_loading_info = kwargs.pop("output_loading_info", False)
+        model, loading = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
+        )
+        wrong = {name: sorted(loading[name]) for name in ("missing_keys", "unexpected_keys") if loading[name]}
+        if wrong:
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path} does not hold the drafter that its config describes: "
+                + "; ".join(f"{name.replace('_', ' ')} {keys}" for name, keys in wrong.items())
+                + ". Nothing was initialised at random; check the config's heads (`markov_rank`, `markov_head_type`, "
+                "`enable_confidence_head`) against the tensors."
+            )
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        except OSError:
+            pass  # no generation_config.json: the defaults
+        return (model, loading) if wants_loading_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs) -> None:
+        """As [`~transformers.PreTrainedModel.save_pretrained`]; weights borrowed from the target are left out."""
+        if state_dict is None:
+            state_dict = self.state_dict()
+            for name in ("embed_tokens", "lm_head"):  # the checkpoint's own, found equal to the target's
+                if getattr(self.config, f"has_{name}") and name in self._shared:
+                    state_dict[f"{name}.weight"] = self._shared[name]
+        self.generation_config.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+
+    # The target
+
+    @property
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Target ids of the draft vocabulary, (V_d,), or `None` if it is the whole vocabulary."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """
+        Raises:
+            ValueError: this drafter was not made for a model like `target`, and why.
+        """
+        ours, theirs = self.config, target.config.get_text_config(decoder=True)
+        wrong = []
+        if theirs.is_encoder_decoder:
+            raise ValueError(
+                f"{type(target).__name__} is an encoder-decoder; a DSpark drafter works with decoder-only models."
+            )
+        if ours.target_hidden_size != theirs.hidden_size:
+            wrong.append(f"its hidden size is {theirs.hidden_size}, the drafter expects {ours.target_hidden_size}")
+        if ours.target_layer_ids[-1] >= theirs.num_hidden_layers:
+            wrong.append(f"it has {theirs.num_hidden_layers} layers, the drafter taps layers {ours.target_layer_ids}")
+        elif ours.num_target_layers not in (None, theirs.num_hidden_layers):
+            wrong.append(f"it has {theirs.num_hidden_layers} layers, the drafter expects {ours.num_target_layers}")
+        rows = target.get_input_embeddings().num_embeddings
+        if ours.vocab_size not in (theirs.vocab_size, rows):
+            wrong.append(f"its vocabulary has {theirs.vocab_size} tokens, the drafter's has {ours.vocab_size}")
+        elif ours.mask_token_id >= (ours.vocab_size if ours.has_embed_tokens else rows):
+            wrong.append(f"the mask token {ours.mask_token_id} lies outside its {rows} embeddings")
+        if not (ours.has_embed_tokens and ours.has_lm_head) and ours.hidden_size != theirs.hidden_size:
+            wrong.append(f"its embeddings of size {theirs.hidden_size} do not fit a drafter of size {ours.hidden_size}")
+        if wrong:
+            raise ValueError(
+                f"The drafter {ours.name_or_path or ''} does not fit the target {theirs.name_or_path or ''} "
+                f"({type(target).__name__}): {'; '.join(wrong)}. Load the drafter that was trained for this target."
+            )
+
+    def bind(self, target: PreTrainedModel) -> None:
+        """
+        Take from the target the embeddings and the output head that this drafter lacks, and share those that equal
+        the target's. Done again only if one of the two models has changed.
+
+        Raises:
+            ValueError: the drafter does not fit the target.
+        """
+        modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        state = tuple((module.weight.data_ptr(), module.weight._version) for module in modules.values())
+        state = (self.device, self.dtype, *state)
+        if self._bound_to is not None and self._bound_to[0]() is target and self._bound_to[1] == state:
+            return
+        self.check_target(target)
+        for name, module in modules.items():
+            weight = self._weight_of(module)
+            if name == "lm_head" and self.d2t is not None:
+                weight = weight[self.draft_token_ids.to(weight.device)]
+            weight = weight.to(self.device, self.dtype)
+            own = getattr(self, name)
+            if own is not None and own.weight.shape == weight.shape and torch.equal(own.weight, weight):
+                setattr(self, name, None)
+                self._shared[name] = weight
+            elif not getattr(self.config, f"has_{name}"):
+                self._shared[name] = weight
+        self._bound_to = (weakref.ref(target), state)
+
+    @staticmethod
+    def _weight_of(module: nn.Module) -> torch.Tensor:
+        if module.weight.device.type != "meta":
+            return module.weight.detach()
+        with align_module_device(module):  # offloaded: it is there only while its hook says so
+            return module.weight.detach().clone()
+
+    def _weight(self, name: str) -> torch.Tensor:
+        own = getattr(self, name)
+        if own is not None:
+            return own.weight
+        if name not in self._shared:
+            raise ValueError(f"This drafter has no `{name}` of its own; call `drafter.bind(target)` first.")
+        return self._shared[name]
+
+    # The computation
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings (..., hidden_size) of target token ids (...)."""
+        return F.embedding(input_ids, self._weight("embed_tokens"))
+
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """U, the logits (..., V_d) of hidden states (..., hidden_size), before the sequential head."""
+        return F.linear(hidden, self._weight("lm_head"))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: ContextCache | None = None,
+    ) -> DSparkOutput:
+        """
+        Run the backbone over a block (design: paper section 3.1).
+
+        Args:
+            input_ids: block tokens, (R, B): the anchor, then mask tokens.
+            context_hidden_states: the tapped hidden states, concatenated in the order of `target_layer_ids`, of the
+                positions that `cache` does not hold yet and that come before the anchor, (R, T, K * target_hidden_size).
+            position_ids: (R, T + B), by default those that follow the cache.
+            attention_mask: additive, (R, 1, B, cached + T + B); by default every block row sees all rows.
+            cache: context rows of earlier rounds; the new ones are added to it.
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        block = self.embed(input_ids)
+        if position_ids is None:
+            start = 0 if cache is None else cache.end
+            position_ids = torch.arange(start, start + context.shape[1] + block.shape[1], device=block.device)[None]
+        position_embeddings = self.rotary_emb(block, position_ids)
+        for layer in self.layers:
+            block = layer(
+                block,
+                context,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                cache=cache,
+            )
+        if cache is not None:
+            cache.keep(context.shape[1])
+        return DSparkOutput(last_hidden_state=self.norm(block), cache=cache)
+
+    def block_ids(self, anchor: torch.Tensor) -> torch.Tensor:
+        """Block tokens (R, B) for anchors (R, 1)."""
+        return F.pad(anchor, (0, self.config.block_size - 1), value=self.config.mask_token_id)
+
+
+_HUB_ARGUMENTS = (
+    *("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies"),
+    "trust_remote_code",
+)
