@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import lru_cache
+import dataclasses
 
-from transformers import PreTrainedModel
+from transformers import QuantizedCache
+from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+# The name under which models take and return their cache.
+CACHE = (
+    "cache" if any(f.name == "cache" for f in dataclasses.fields(GenerateDecoderOnlyOutput)) else "past_key_values"
+)
 
 
-@lru_cache(maxsize=None)
-def _forward_parameters(model_class: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(model_class.forward).parameters)
-
-
-def cache_keyword(target: PreTrainedModel) -> str:
-    """The name under which the target takes and returns its cache: `cache`, or `past_key_values` in older releases."""
-    return "cache" if "cache" in _forward_parameters(type(target)) else "past_key_values"
+def can_roll_back(cache: Cache) -> bool:
+    """Whether `cache.crop` takes tokens back exactly. Some releases say so of quantized caches, whose crop does not."""
+    return cache.is_croppable and not isinstance(cache, QuantizedCache)

@@ -75,6 +75,7 @@ class DSparkModel(PreTrainedModel):
         # Weights that are the target's, by module name. They are not ours to move, train or save, hence no parameters.
         self._shared: dict[str, torch.Tensor] = {}
         self._bound_to: tuple | None = None
+        self.rounds: list | None = None  # where a trace collects what was drafted and accepted
         self.post_init()
 
     # Loading and saving

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..compat import cache_keyword
+from ..compat import CACHE
 
 # Beginnings of user turns. A small target left to itself always asks for the same few things; an opening moves it to
 # code, mathematics or conversation, and it finishes the request in its own words.
@@ -102,7 +102,7 @@ def sample_continuations(
     for _ in range(max_new_tokens):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         logits = target(
-            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True, **{cache_keyword(target): cache}
+            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True, **{CACHE: cache}
         ).logits[:, -1]
         best = logits.float().topk(top_k)
         warm = temperature[alive].unsqueeze(-1)

@@ -1,0 +1,145 @@
+"""Drafts for speculative decoding: one backbone pass, then the block's tokens left to right."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from transformers import LogitsProcessorList
+from transformers.generation import CandidateGenerator
+
+from ..modeling_dspark import DSparkModel
+from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
+from .draft_context import DraftContext
+from .trace import Round
+
+
+def scheduler_of(drafter: DSparkModel) -> Scheduler:
+    """
+    The scheduler that `drafter.generation_config` asks for.
+
+    Raises:
+        ValueError: a confidence threshold for a drafter without confidence head, or a length that it cannot draft.
+    """
+    config, most = drafter.generation_config, drafter.config.num_draft_tokens
+    length = most if config.num_assistant_tokens is None else config.num_assistant_tokens
+    if not 0 <= length <= most:
+        raise ValueError(f"`num_assistant_tokens` is {length}, this drafter drafts 0 to {most} tokens.")
+    threshold = config.assistant_confidence_threshold
+    if not threshold:
+        return FixedLength(length)
+    if drafter.confidence_head is None:
+        raise ValueError(
+            "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
+            "`num_assistant_tokens` instead."
+        )
+    return ConfidenceThreshold(threshold, length)
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """
+    Drafts with a [`DSparkModel`].
+
+    The scores that come with a draft are the request's own processed scores; their softmax is the distribution q that
+    the tokens were drawn from, in float32. Processors are asked about prefixes that may be rejected later, so they
+    have to depend on the token ids they are given and on nothing else.
+
+    Args:
+        drafter: the drafter, bound to the target.
+        context: what it knows of the sequence, kept up to date by the decoding loop.
+        logits_processor: the processors and warpers of this request.
+        do_sample: draw the draft tokens, or take the most likely.
+        max_length: length at which the sequence ends.
+    """
+
+    def __init__(
+        self,
+        drafter: DSparkModel,
+        context: DraftContext,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        max_length: int,
+    ):
+        self.drafter = drafter
+        self.context = context
+        self.logits_processor = logits_processor
+        self.do_sample = do_sample
+        self.max_length = max_length
+        self.scheduler = scheduler_of(drafter)
+        self._draft: torch.Tensor | None = None  # nothing drafted yet
+        self._confidences: list[float] = []
+
+    @torch.no_grad()
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        Draft behind `input_ids` (1, length), whose last token is the anchor.
+
+        Returns:
+            The sequence with the draft (1, length + ℓ), and the draft's scores (1, ℓ, V), `None` for an empty draft.
+        """
+        room = self.max_length - input_ids.shape[1] - 1  # the verification adds a token of the target's own
+        start = input_ids.shape[1]
+        self._draft, self._confidences = input_ids[:, :0], []
+        if room < 1 or not self.scheduler.admits(0, None):
+            return input_ids, None
+        drafter, head = self.drafter, self.drafter.markov_head
+        hidden = self.context.block_hidden(input_ids[:, -1:].to(drafter.device))
+        slots, state = hidden.unbind(1), None
+        if head is not None:
+            state = head.initial_state(slots[0])
+        if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
+            if head is not None:
+                _, state = head.step(self._embedding(input_ids), slots[0], state)
+            slots = slots[1:]
+        base_logits = drafter.base_logits(torch.stack(slots, dim=1))
+
+        scores: list[torch.Tensor] = []
+        for k, h in enumerate(slots[:room]):
+            embedding = None if head is None else self._embedding(input_ids)
+            if not self.scheduler.admits(k, self._confidence(h, embedding)):
+                break
+            logits = base_logits[:, k]
+            if head is not None:
+                feature, state = head.step(embedding, h, state)
+                logits = logits + head.markov_w2(feature)
+            token, score = self._choose(input_ids, logits)
+            if token is None:
+                break
+            input_ids = torch.cat([input_ids, token], dim=-1)
+            scores.append(score)
+        self._draft = input_ids[:, start:]
+        return input_ids, torch.stack(scores, dim=1) if scores else None
+
+    def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """e of the last token, (1, rank)."""
+        return self.drafter.markov_head.markov_w1(input_ids[:, -1].to(self.drafter.device))
+
+    def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
+        """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""
+        if self.drafter.confidence_head is None:
+            return None
+        if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
+            return None
+        confidence = self.drafter.confidence_head(hidden, embedding).sigmoid().item()
+        self._confidences.append(confidence)
+        return confidence
+
+    def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
+        logits = logits.to(input_ids.device, torch.float32)
+        ids = self.drafter.draft_token_ids
+        if ids is not None:
+            logits = logits.new_full((1, self.drafter.config.vocab_size), -torch.inf).index_copy_(
+                1, ids.to(logits.device), logits
+            )
+        scores = self.logits_processor(input_ids, logits)
+        if not torch.isfinite(scores.max()):
+            return None, scores
+        if self.do_sample:
+            return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
+        return scores.argmax(-1, keepdim=True), scores
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor | None, num_matches: int):
+        """Record how many tokens of the last draft were accepted."""
+        if self.drafter.rounds is not None and self._draft is not None:
+            draft = self._draft[0].tolist()
+            self.drafter.rounds.append(Round(draft, self._confidences[: len(draft)], num_matches))

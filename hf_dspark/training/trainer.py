@@ -1,0 +1,150 @@
+"""Training a drafter for a frozen target with transformers' Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkModel
+from ..taps import TargetTaps
+from .objective import DSparkLoss, DSparkObjective
+
+
+def pad_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+    """Right-padded `input_ids` and `attention_mask` (R, T) of rows with `input_ids`."""
+    sequences = [torch.as_tensor(row["input_ids"]) for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(sequences, batch_first=True),
+        "attention_mask": pad([torch.ones_like(sequence) for sequence in sequences], batch_first=True),
+    }
+
+
+def config_for(target: PreTrainedModel, mask_token_id: int, num_taps: int = 5, **fields) -> DSparkConfig:
+    """
+    A drafter configuration for `target`: its head geometry, taps spread over its layers, no tables of its own.
+
+    `fields` are [`DSparkConfig`] fields that override what is taken from the target.
+    """
+    theirs = target.config.get_text_config(decoder=True)
+    last = theirs.num_hidden_layers - 2
+    taps = sorted({round(1 + i * (last - 1) / max(num_taps - 1, 1)) for i in range(num_taps)})
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    return DSparkConfig(
+        **{
+            "vocab_size": target.get_input_embeddings().num_embeddings,
+            "hidden_size": theirs.hidden_size,
+            "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * theirs.hidden_size,
+            "num_attention_heads": theirs.num_attention_heads,
+            "num_key_value_heads": getattr(theirs, "num_key_value_heads", None),
+            "head_dim": head_dim,
+            "max_position_embeddings": theirs.max_position_embeddings,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            "num_target_layers": theirs.num_hidden_layers,
+            "target_layer_ids": [layer for layer in taps if layer >= 0],
+            "mask_token_id": mask_token_id,
+            **fields,
+        }
+    )
+
+
+def prune_vocabulary(drafter: DSparkModel, sequences: Sequence[Sequence[int]]) -> float:
+    """
+    Point the drafter's `draft_vocab_size` slots at the tokens that occur most in `sequences`.
+
+    Returns the share of these occurrences that the draft vocabulary covers.
+    """
+    counts = torch.zeros(drafter.config.vocab_size, dtype=torch.long)
+    for sequence in sequences:
+        counts += torch.bincount(torch.as_tensor(sequence), minlength=len(counts))
+    chosen = counts.topk(drafter.config.draft_vocab_size).indices.sort().values
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(chosen - torch.arange(len(chosen)))
+    return (counts[chosen].sum() / counts.sum().clamp(min=1)).item()
+
+
+class DSparkTrainer(Trainer):
+    """
+    [`~transformers.Trainer`] for a drafter whose target is frozen and run in the same step (nothing is cached).
+
+    The share of cross-entropy in the loss falls from 1 to the paper's 0.1 over the first half of the training: total
+    variation alone hardly moves a drafter that has learned nothing yet.
+
+    Args:
+        drafter: the drafter to train.
+        target: its target, in any dtype, on the drafter's device.
+        train_dataset, eval_dataset: sequences of rows with `input_ids`.
+        num_anchors: blocks per sequence and step.
+    """
+
+    def __init__(
+        self,
+        drafter: DSparkModel,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Dataset | Sequence[dict],
+        eval_dataset: Dataset | Sequence[dict] | None = None,
+        num_anchors: int = 64,
+        **kwargs,
+    ):
+        drafter.bind(target)
+        self.target = target.eval().requires_grad_(False)
+        super().__init__(
+            model=DSparkObjective(drafter, num_anchors),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=pad_sequences,
+            **kwargs,
+        )
+        self.can_return_loss = True
+
+    @property
+    def drafter(self) -> DSparkModel:
+        return self.model.drafter
+
+    @torch.no_grad()
+    def target_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The target's side of [`DSparkObjective.forward`]."""
+        drafter = self.drafter
+        with TargetTaps(self.target, drafter.config.target_layer_ids) as taps:
+            logits = self.target(**inputs, use_cache=False).logits
+            features = taps.take(drafter.device, drafter.dtype)
+        normaliser = torch.stack([row.float().logsumexp(-1, keepdim=True) for row in logits])
+        ids = drafter.draft_token_ids
+        draft_logits = logits if ids is None else logits[..., ids.to(logits.device)]
+        return {
+            "features": features,
+            "target_log_probs": (draft_logits.float() - normaliser).to(drafter.device),
+            "target_choice": logits.argmax(-1).to(drafter.device),
+        }
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        self.model.cross_entropy_weight = max(0.1, 1 - 1.8 * progress)
+        output: DSparkLoss = model(**inputs, **self.target_inputs(inputs))
+        return (output.loss, output) if return_outputs else output.loss
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        """Loss and estimated acceptance lengths on held-out rows, with the same anchors every time."""
+        self.model.eval()
+        outputs: list[DSparkLoss] = []
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                inputs = self._prepare_inputs(inputs)
+                outputs.append(self.compute_loss(self.model, inputs, return_outputs=True)[1])
+        self.model.train()
+        metrics = {
+            f"{metric_key_prefix}_{name}": torch.stack([output[name] for output in outputs]).nanmean().item()
+            for name in ("loss", "total_variation", "acceptance_length", "greedy_acceptance_length")
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
