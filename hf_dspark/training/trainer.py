@@ -55,14 +55,15 @@ def config_for(target: PreTrainedModel, mask_token_id: int, num_taps: int = 5, *
 
 def prune_vocabulary(drafter: DSparkModel, sequences: Sequence[Sequence[int]]) -> float:
     """
-    Point the drafter's `draft_vocab_size` slots at the tokens that occur most in `sequences`.
+    Point the drafter's `draft_vocab_size` slots at the tokens that occur most in `sequences`, lower ids first among
+    equals (a byte-pair vocabulary is ordered by frequency).
 
     Returns the share of these occurrences that the draft vocabulary covers.
     """
     counts = torch.zeros(drafter.config.vocab_size, dtype=torch.long)
     for sequence in sequences:
         counts += torch.bincount(torch.as_tensor(sequence), minlength=len(counts))
-    chosen = counts.topk(drafter.config.draft_vocab_size).indices.sort().values
+    chosen = counts.argsort(descending=True, stable=True)[: drafter.config.draft_vocab_size].sort().values
     if drafter.d2t is not None:
         drafter.d2t.copy_(chosen - torch.arange(len(chosen)))
     return (counts[chosen].sum() / counts.sum().clamp(min=1)).item()
