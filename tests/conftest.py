@@ -61,8 +61,8 @@ def tiny_target(family: str, seed: int = 0, **fields) -> PreTrainedModel:
         for name, parameter in target.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:
                 parameter.normal_(std=0.3)
-    target.generation_config.eos_token_id = None  # random models end at once; the tests of EOS set their own
-    target.generation_config.pad_token_id = 2
+    # Random models would end at once, and generate() takes pad tokens inside a text for padding; tests set their own.
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = None
     return target
 
 
@@ -131,6 +131,7 @@ class ScriptedDrafter(DSparkModel):
 
 def scripted_drafter(target: PreTrainedModel, script: torch.Tensor, accuracy: float = 0.8, **fields) -> ScriptedDrafter:
     """A scripted drafter without heads of its own."""
+    torch.manual_seed(1)
     fields = {"markov_rank": 0, "enable_confidence_head": False, **fields}
     return ScriptedDrafter(drafter_config(target, **fields), script.cpu(), accuracy).eval()
 
