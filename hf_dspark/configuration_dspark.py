@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+
+HeadType = Literal["vanilla", "gated", "rnn"]
 
 
 @strict
@@ -62,7 +64,7 @@ class DSparkConfig(PreTrainedConfig):
     sample_from_anchor: bool = True
 
     markov_rank: int = 256
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_head_type: HeadType = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     has_embed_tokens: bool = False
@@ -84,6 +86,8 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`target_layer_ids` must be strictly increasing, got {self.target_layer_ids}.")
         if self.target_layer_ids[0] < -1:
             raise ValueError(f"`target_layer_ids` starts at -1 (the embeddings), got {self.target_layer_ids}.")
+        if self.markov_head_type not in get_args(HeadType):
+            raise ValueError(f"`markov_head_type` is one of {get_args(HeadType)}, got {self.markov_head_type!r}.")
         if self.num_draft_tokens < 1:
             raise ValueError(f"`block_size` {self.block_size} leaves no slot to draft in.")
         if not 0 <= self.mask_token_id < self.vocab_size:

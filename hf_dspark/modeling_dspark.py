@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from .backbone.context_cache import ContextCache
 from .backbone.qwen3 import DSparkDecoderLayer
-from .checkpoints import read_config
+from .checkpoints import read_config, tensor_shapes
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, ConfidenceHead
 
@@ -93,31 +93,39 @@ class DSparkModel(PreTrainedModel):
         if config is None:
             config_dict = read_config(pretrained_model_name_or_path, **hub)
             config, kwargs = DSparkConfig.from_dict(config_dict, return_unused_kwargs=True, **kwargs)
-        wants_loading_info = kwargs.pop("output_loading_info", False)
-        model, loading = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
-        )
-        wrong = {name: sorted(loading[name]) for name in ("missing_keys", "unexpected_keys") if loading[name]}
-        if wrong:
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path} does not hold the drafter that its config describes: "
-                + "; ".join(f"{name.replace('_', ' ')} {keys}" for name, keys in wrong.items())
-                + ". Nothing was initialised at random; check the config's heads (`markov_rank`, `markov_head_type`, "
-                "`enable_confidence_head`) against the tensors."
-            )
+        cls._check_tensors(config, pretrained_model_name_or_path, hub)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         try:
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
             pass  # no generation_config.json: the defaults
-        return (model, loading) if wants_loading_info else model
+        return loaded
+
+    @classmethod
+    def _check_tensors(cls, config: DSparkConfig, path: str | os.PathLike, hub_arguments: dict) -> None:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        found = tensor_shapes(path, **hub_arguments)
+        wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+        wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]
+        wrong += [
+            f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"The checkpoint {path} does not hold the drafter that its config describes: {'; '.join(sorted(wrong))}. "
+                "Check the config's heads (`markov_rank`, `markov_head_type`, `enable_confidence_head`) against the "
+                "tensors; nothing is ever initialised at random."
+            )
 
     def save_pretrained(self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs) -> None:
         """As [`~transformers.PreTrainedModel.save_pretrained`]; weights borrowed from the target are left out."""
         if state_dict is None:
             state_dict = self.state_dict()
-            for name in ("embed_tokens", "lm_head"):  # the checkpoint's own, found equal to the target's
-                if getattr(self.config, f"has_{name}") and name in self._shared:
-                    state_dict[f"{name}.weight"] = self._shared[name]
+            for name in ("embed_tokens", "lm_head"):
+                if (own := self._own_weight(name)) is not None:
+                    state_dict[f"{name}.weight"] = own
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 
@@ -177,12 +185,12 @@ class DSparkModel(PreTrainedModel):
             if name == "lm_head" and self.d2t is not None:
                 weight = weight[self.draft_token_ids.to(weight.device)]
             weight = weight.to(self.device, self.dtype)
-            own = getattr(self, name)
-            if own is not None and own.weight.shape == weight.shape and torch.equal(own.weight, weight):
+            own = self._own_weight(name)
+            if own is None or (own.shape == weight.shape and torch.equal(own.to(weight), weight)):
                 setattr(self, name, None)
                 self._shared[name] = weight
-            elif not getattr(self.config, f"has_{name}"):
-                self._shared[name] = weight
+            elif name in self._shared:  # the checkpoint's own, which equalled another target's
+                self._shared[name] = own.to(self.device, self.dtype)
         self._bound_to = (weakref.ref(target), state)
 
     @staticmethod
@@ -192,10 +200,17 @@ class DSparkModel(PreTrainedModel):
         with align_module_device(module):  # offloaded: it is there only while its hook says so
             return module.weight.detach().clone()
 
+    def _own_weight(self, name: str) -> torch.Tensor | None:
+        """The weight that belongs to the checkpoint, even if its values are shared with the target."""
+        module = getattr(self, name)
+        if module is not None:
+            return module.weight
+        return self._shared.get(name) if getattr(self.config, f"has_{name}") else None
+
     def _weight(self, name: str) -> torch.Tensor:
-        own = getattr(self, name)
-        if own is not None:
-            return own.weight
+        module = getattr(self, name)
+        if module is not None:
+            return module.weight
         if name not in self._shared:
             raise ValueError(f"This drafter has no `{name}` of its own; call `drafter.bind(target)` first.")
         return self._shared[name]

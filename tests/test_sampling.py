@@ -18,7 +18,7 @@ SIGNIFICANT = 1e-4  # seeds are fixed: a test passes or fails, it does not flick
 
 def memoryless_target(vocabulary: int = 8):
     """A target whose next token depends on the last one alone, so that one long text holds many equal experiments."""
-    target = tiny_target("llama", seed=3, vocab_size=vocabulary, max_position_embeddings=4096)
+    target = tiny_target("llama", seed=3, vocab_size=vocabulary, max_position_embeddings=4096, num_hidden_layers=1)
     with torch.no_grad():
         for layer in target.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -28,7 +28,7 @@ def memoryless_target(vocabulary: int = 8):
 
 def bold_drafter(target, **fields):
     """A random drafter whose q is far from p and depends much on the token before."""
-    drafter = tiny_drafter(target, **fields)
+    drafter = tiny_drafter(target, **{"num_hidden_layers": 1, "target_layer_ids": [-1, 0], **fields})
     with torch.no_grad():
         drafter.norm.weight.mul_(0.6)
         if drafter.markov_head is not None:
@@ -217,7 +217,7 @@ def enumerated(target, ids, arguments) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors(name):
-    target = tiny_target("llama", seed=2, vocab_size=5)
+    target = tiny_target("llama", seed=2, vocab_size=5, num_hidden_layers=1)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.3)
     drafter = bold_drafter(target)
@@ -259,7 +259,7 @@ def test_processors(name):
 
 def test_enumeration_is_the_distribution_of_plain_sampling():
     """The reference itself: enumeration against the one-token distribution."""
-    target = tiny_target("llama", seed=2, vocab_size=5)
+    target = tiny_target("llama", seed=2, vocab_size=5, num_hidden_layers=1)
     ids = torch.tensor([[4, 0]])
     exact = enumerated(target, ids, {})
     with torch.no_grad():
