@@ -60,6 +60,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         max_length: int,
     ):
         self.drafter = drafter
+        self.device = drafter.device
         self.context = context
         self.logits_processor = logits_processor
         self.do_sample = do_sample
@@ -82,7 +83,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if room < 1 or not self.scheduler.admits(0, None):
             return input_ids, None
         drafter, head = self.drafter, self.drafter.markov_head
-        hidden = self.context.block_hidden(input_ids[:, -1:].to(drafter.device))
+        hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
         slots, state = hidden.unbind(1), None
         if head is not None:
             state = head.initial_state(slots[0])
@@ -111,7 +112,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """e of the last token, (1, rank)."""
-        return self.drafter.markov_head.markov_w1(input_ids[:, -1].to(self.drafter.device))
+        return self.drafter.markov_head.markov_w1(input_ids[:, -1].to(self.device))
 
     def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
         """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""

@@ -1,0 +1,85 @@
+"""The command line: `hf-dspark COMMAND`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="DSpark speculative decoding for transformers.")
+
+
+def target_folder(name: str) -> str:
+    """What `--target` names: a folder or Hub repository, or the demonstration's own target."""
+    if name == "smollm2":
+        from .demo import smollm2
+
+        return str(smollm2())
+    return name
+
+
+Target = Annotated[str, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")]
+
+
+@app.command()
+def demo(
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt to answer; may be repeated.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="A drafter other than the shipped one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32, in which outputs are equal bit by bit, or bfloat16.")] = "float32",
+) -> None:
+    """Answer a few prompts with and without the shipped drafter for SmolLM2-135M-Instruct."""
+    from . import demo as demonstration
+
+    demonstration.run(
+        tuple(prompt or demonstration.PROMPTS),
+        drafter or demonstration.DRAFTER,
+        max_new_tokens=max_new_tokens,
+        dtype=getattr(torch, dtype),
+    )
+
+
+@app.command()
+def train(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder for the drafter, its data and its checkpoints.")],
+    data: Annotated[Path | None, typer.Option(help="A jsonl file of rows with `input_ids` (default: generated).")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to have the target write if there is no data.")] = 500_000,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
+    anchors: Annotated[int, typer.Option(help="Draft blocks per sequence and step.")] = 96,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    layers: Annotated[int, typer.Option(help="Draft layers.")] = 2,
+    block_size: Annotated[int, typer.Option(help="Rows of a draft block.")] = 7,
+    head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated or rnn.")] = "vanilla",
+    rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
+    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the drafter can propose.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="A token that never occurs in text.")] = None,
+    seed: int = 0,
+) -> None:
+    """Train a drafter, on text that the target writes itself or on given rows. Run again, it goes on where it was."""
+    from .training.recipe import train_drafter
+
+    train_drafter(
+        target_folder(target),
+        output,
+        data=data,
+        tokens=tokens,
+        steps=steps,
+        batch_size=batch_size,
+        anchors=anchors,
+        learning_rate=learning_rate,
+        mask_token_id=mask_token_id,
+        seed=seed,
+        num_hidden_layers=layers,
+        block_size=block_size,
+        markov_head_type=head,
+        markov_rank=rank,
+        **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
+    )
+
+
+if __name__ == "__main__":
+    app()

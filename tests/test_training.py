@@ -1,0 +1,225 @@
+"""The training objective computes what it says, trains what it should, and resumes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import prompt, tiny_drafter, tiny_target
+from torch.nn import functional as F
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_dspark import DSparkModel, acceptance_length, trace
+from hf_dspark.generation.draft_context import DraftContext
+from hf_dspark.taps import TargetTaps, decoder_layers
+from hf_dspark.training.objective import DSparkObjective, packed_mask, packed_positions, sample_anchors
+from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
+
+HEADS = ["vanilla", "gated", "rnn", None]
+
+
+def head_fields(head):
+    return {"markov_head_type": head} if head else {"markov_rank": 0, "confidence_head_with_markov": False}
+
+
+def rows(lengths, seed=0):
+    return [{"input_ids": prompt(length, seed=seed + length)[0].tolist()} for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+def trainer_for(drafter, target, tmp_path, data, **arguments):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **{"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "no", "learning_rate": 3e-3, **arguments},
+    )
+    return DSparkTrainer(drafter, target, arguments, data, data[:4], num_anchors=6)
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tmp_path):
+    """Every packed block sees what it will see when drafting, and its terms are those of the definition."""
+    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head))
+    trainer = trainer_for(drafter, target, tmp_path, rows([14, 9]))
+    inputs = pad_sequences(rows([14, 9]))
+    theirs = trainer.target_inputs(inputs)
+    anchors = torch.tensor([[1, 5, 8], [3, 2, 7]])  # the last block of each row runs over its end
+    objective = trainer.model
+    with torch.no_grad():
+        result = objective(**inputs, **theirs, anchors=anchors)
+
+        cross, variation, confidence, total = 0.0, 0.0, 0.0, 0.0
+        gamma, slot0 = drafter.config.num_draft_tokens, drafter.config.block_size - drafter.config.num_draft_tokens
+        for row, length in enumerate((14, 9)):
+            ids = inputs["input_ids"][row : row + 1, :length]
+            with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+                p = target(ids).logits[0].softmax(-1)
+                features = taps.take(drafter.device, drafter.dtype)
+            for anchor in anchors[row].tolist():
+                context = DraftContext(drafter)
+                context.extend(features[:, :anchor])
+                hidden = context.block_hidden(ids[:, anchor : anchor + 1])[0]
+                state = None if head is None else drafter.markov_head.initial_state(hidden[0])
+                if slot0 and head:
+                    _, state = drafter.markov_head.step(drafter.markov_head.markov_w1(ids[0, anchor]), hidden[0], state)
+                for k in range(gamma):
+                    place = anchor + k
+                    if place + 1 >= length:
+                        break
+                    h, embedding = hidden[k + slot0], None
+                    logits = drafter.base_logits(h)
+                    if head is not None:
+                        embedding = drafter.markov_head.markov_w1(ids[0, place])
+                        feature, state = drafter.markov_head.step(embedding, h, state)
+                        logits = logits + drafter.markov_head.markov_w2(feature)
+                    q = logits.softmax(-1)
+                    weight = math.exp(-k / objective.position_decay)
+                    tv = 0.5 * (q - p[place]).abs().sum()
+                    cross += weight * -q[ids[0, place + 1]].log()
+                    variation += weight * tv
+                    c = drafter.confidence_head(h, embedding)
+                    confidence += weight * F.binary_cross_entropy_with_logits(c, 1 - tv)
+                    total += weight
+    torch.testing.assert_close(result.cross_entropy, cross / total, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result.total_variation, variation / total, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result.confidence, confidence / total, atol=1e-4, rtol=1e-4)
+    expected = 0.1 * result.cross_entropy + 0.9 * result.total_variation + result.confidence
+    torch.testing.assert_close(result.loss, expected)
+
+
+def test_chunks_do_not_change_loss_or_gradients(target, tmp_path):
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(drafter, target, tmp_path, rows([20, 15]))
+    inputs = pad_sequences(rows([20, 15]))
+    theirs = trainer.target_inputs(inputs)
+    anchors = sample_anchors(inputs["attention_mask"].sum(-1), 6)
+    results = []
+    for chunk_size in (1000, 7):
+        trainer.model.chunk_size = chunk_size
+        drafter.zero_grad()
+        loss = trainer.model(**inputs, **theirs, anchors=anchors).loss
+        loss.backward()
+        results.append((loss.detach(), [p.grad.clone() for p in drafter.parameters()]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-4)
+
+
+def test_the_confidence_head_does_not_pull_at_the_backbone(target, tmp_path):
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(drafter, target, tmp_path, rows([20, 15]))
+    inputs = pad_sequences(rows([20, 15]))
+    theirs = trainer.target_inputs(inputs)
+    anchors = sample_anchors(inputs["attention_mask"].sum(-1), 6)
+    gradients = []
+    for scale in (1.0, 100.0):
+        with torch.no_grad():
+            drafter.confidence_head.proj.weight.mul_(scale)
+        drafter.zero_grad()
+        trainer.model(**inputs, **theirs, anchors=anchors).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in drafter.named_parameters() if "confidence" not in n})
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert drafter.confidence_head.proj.weight.grad.abs().sum() > 0
+
+
+def test_pruned_vocabulary_counts_what_it_cannot_propose_as_lost(target, tmp_path):
+    drafter = tiny_drafter(target, draft_vocab_size=12)
+    data = rows([20, 15])
+    share = prune_vocabulary(drafter, [row["input_ids"] for row in data])
+    tokens = [token for row in data for token in row["input_ids"]]
+    ids = drafter.draft_token_ids.tolist()
+    assert ids == sorted(set(ids)) and len(ids) == 12
+    assert share == pytest.approx(sum(token in ids for token in tokens) / len(tokens))
+    trainer = trainer_for(drafter, target, tmp_path, data)
+    inputs = pad_sequences(data)
+    theirs = trainer.target_inputs(inputs)
+    p = theirs["target_log_probs"].exp().sum(-1)
+    assert (p < 1).any(), "p is normalised over the whole vocabulary"
+    with torch.no_grad():
+        result = trainer.model(**inputs, **theirs)
+    assert (result.acceptance < p.max()).all()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_training_raises_acceptance(target, head, tmp_path):
+    """A drafter that learns one short text comes to draft it, in training's own estimate and in generate()."""
+    torch.manual_seed(0)
+    text = target.generate(prompt(4), max_new_tokens=24, do_sample=False)
+    fields = {"num_hidden_layers": 1, "block_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    drafter = DSparkModel(config_for(target, 3, **fields, **{"markov_rank": 8, **head_fields(head)}))
+    data = [{"input_ids": text[0].tolist()}] * 8
+    trainer = trainer_for(drafter, target, tmp_path, data, max_steps=120, learning_rate=1e-2)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_greedy_acceptance_length"] > before["eval_greedy_acceptance_length"] + 1
+    with trace(drafter.eval()) as rounds:
+        out = target.generate(prompt(4), assistant_model=drafter, max_new_tokens=24, do_sample=False)
+    assert out.tolist() == text.tolist()
+    assert acceptance_length(rounds) > 2
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
+    data = rows(range(10, 26))
+    losses = {}
+    for name, stops in (("whole", [8]), ("halved", [4, 8])):
+        for stop in stops:
+            drafter = tiny_drafter(target)
+            trainer = trainer_for(
+                drafter, target, tmp_path / name, data, max_steps=8, save_strategy="steps", save_steps=4, logging_steps=1
+            )
+            if stop < 8:
+                trainer.add_callback(StopAt(stop))
+            trainer.train(resume_from_checkpoint=stop != stops[0])
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-4:]
+    assert losses["whole"] == pytest.approx(losses["halved"], rel=1e-5)
+
+
+def test_packed_positions_and_mask():
+    anchors = torch.tensor([[2, 1]])
+    assert packed_positions(anchors, 3, 4).tolist() == [[0, 1, 2, 3, 2, 3, 4, 1, 2, 3]]
+    visible = packed_mask(anchors, 3, 4, torch.float32)[0, 0] == 0
+    assert visible[0].tolist() == [True, True, False, False, True, True, True, False, False, False]
+    assert visible[3].tolist() == [True, False, False, False, False, False, False, True, True, True]
+
+
+def test_anchors_have_a_context_and_a_next_token():
+    anchors = sample_anchors(torch.tensor([3, 50]), 200)
+    assert anchors[0].unique().tolist() == [1]
+    assert anchors[1].min() >= 1 and anchors[1].max() <= 48
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
+def test_taps_are_the_layers_hidden_states(family):
+    target = tiny_target(family)
+    with torch.no_grad(), TargetTaps(target, [-1, 0, 2]) as taps:
+        states = target(prompt(6), output_hidden_states=True).hidden_states
+        features = taps.take(target.device, target.dtype)
+    torch.testing.assert_close(features, torch.cat([states[0], states[1], states[3]], dim=-1))
+    assert len(decoder_layers(target)) == 4
+
+
+def test_taps_of_several_passes_are_joined_and_silence_is_an_error(target):
+    with torch.no_grad(), TargetTaps(target, [1]) as taps:
+        whole = target(prompt(6)) and taps.take(target.device, target.dtype)
+        target(prompt(6)[:, :4])
+        target(prompt(6)[:, :2])
+        assert taps.take(target.device, target.dtype).shape == (1, 6, 32)
+        with pytest.raises(RuntimeError, match="did not report"):
+            taps.take(target.device, target.dtype)
+    assert whole.shape == (1, 6, 32)
