@@ -6,9 +6,18 @@ from .configuration_dspark import DSparkConfig
 from .generation.hook import install, uninstall
 from .generation.trace import Round, acceptance_length, trace
 from .modeling_dspark import DSparkModel
-
 from .version import __version__
-__all__ = ["DSparkConfig", "DSparkModel", "Round", "acceptance_length", "install", "trace", "uninstall"]
+
+__all__ = [
+    "DSparkConfig",
+    "DSparkModel",
+    "Round",
+    "__version__",
+    "acceptance_length",
+    "install",
+    "trace",
+    "uninstall",
+]
 
 AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkModel, exist_ok=True)

@@ -28,7 +28,9 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt to answer; may be repeated.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="A drafter other than the shipped one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32, in which outputs are equal bit by bit, or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, in which outputs are equal bit by bit, or bfloat16.")
+    ] = "float32",
 ) -> None:
     """Answer a few prompts with and without the shipped drafter for SmolLM2-135M-Instruct."""
     from . import demo as demonstration
@@ -45,8 +47,12 @@ def demo(
 def train(
     target: Target,
     output: Annotated[Path, typer.Option(help="Folder for the drafter, its data and its checkpoints.")],
-    data: Annotated[Path | None, typer.Option(help="A jsonl file of rows with `input_ids` (default: generated).")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text to have the target write if there is no data.")] = 500_000,
+    data: Annotated[
+        Path | None, typer.Option(help="A jsonl file of rows with `input_ids` (default: generated).")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of text to have the target write if there is no data.")
+    ] = 500_000,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     anchors: Annotated[int, typer.Option(help="Draft blocks per sequence and step.")] = 96,

@@ -9,11 +9,9 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # The name under which models take and return their cache.
-CACHE = (
-    "cache" if any(f.name == "cache" for f in dataclasses.fields(GenerateDecoderOnlyOutput)) else "past_key_values"
-)
+CACHE = "cache" if any(f.name == "cache" for f in dataclasses.fields(GenerateDecoderOnlyOutput)) else "past_key_values"
 
 
 def can_roll_back(cache: Cache) -> bool:
-    """Whether `cache.crop` takes tokens back exactly. Some releases say so of quantized caches, whose crop does not."""
+    """Whether `cache.crop` takes tokens back exactly; some releases wrongly say so of quantized caches."""
     return cache.is_croppable and not isinstance(cache, QuantizedCache)

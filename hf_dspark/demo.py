@@ -103,7 +103,7 @@ _ARCHITECTURE = (
 
 
 def marked(rounds: list[Round], answer: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The answer with every round's drafts: accepted ones green, rejected ones red and struck, the target's own plain."""
+    """The answer with every round's drafts: accepted green, rejected red and struck, the target's own bold."""
     text, place = Text(), 1
     text.append(tokenizer.decode(answer[:1]))
     for a_round in rounds:
@@ -146,13 +146,12 @@ def run(
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     drafter = DSparkModel.from_pretrained(drafter_path, dtype=dtype).eval()
-    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     for warm_up in (None, drafter):
         answer(target, tokenizer, "Hello", warm_up, max_new_tokens=8, do_sample=False)
     for prompt in prompts:
-        plain, plain_speed = answer(target, tokenizer, prompt, **arguments)
+        plain, plain_speed = answer(target, tokenizer, prompt, None, max_new_tokens, do_sample=False)
         with trace(drafter) as rounds:
-            drafted, speed = answer(target, tokenizer, prompt, drafter, **arguments)
+            drafted, speed = answer(target, tokenizer, prompt, drafter, max_new_tokens, do_sample=False)
         console.rule(f"[bold]{prompt}", align="left")
         console.print(marked(rounds, drafted, tokenizer))
         console.print(

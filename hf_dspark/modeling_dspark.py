@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from accelerate.utils import align_module_device
@@ -49,7 +51,7 @@ class DSparkModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["DSparkDecoderLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -96,10 +98,8 @@ class DSparkModel(PreTrainedModel):
         cls._check_tensors(config, pretrained_model_name_or_path, hub)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        try:
+        with suppress(OSError):  # without a generation_config.json: the defaults
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        except OSError:
-            pass  # no generation_config.json: the defaults
         return loaded
 
     @classmethod
@@ -110,11 +110,14 @@ class DSparkModel(PreTrainedModel):
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]
         wrong += [
-            f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
+            f"{name} is {found[name]}, not {shape}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
         ]
         if wrong:
             raise ValueError(
-                f"The checkpoint {path} does not hold the drafter that its config describes: {'; '.join(sorted(wrong))}. "
+                f"The checkpoint {path} does not hold the drafter that its config describes: "
+                f"{'; '.join(sorted(wrong))}. "
                 "Check the config's heads (`markov_rank`, `markov_head_type`, `enable_confidence_head`) against the "
                 "tensors; nothing is ever initialised at random."
             )
@@ -159,7 +162,9 @@ class DSparkModel(PreTrainedModel):
         elif ours.mask_token_id >= (ours.vocab_size if ours.has_embed_tokens else rows):
             wrong.append(f"the mask token {ours.mask_token_id} lies outside its {rows} embeddings")
         if not (ours.has_embed_tokens and ours.has_lm_head) and ours.hidden_size != theirs.hidden_size:
-            wrong.append(f"its embeddings of size {theirs.hidden_size} do not fit a drafter of size {ours.hidden_size}")
+            wrong.append(
+                f"its embeddings of size {theirs.hidden_size} do not fit a drafter of size {ours.hidden_size}"
+            )
         if wrong:
             raise ValueError(
                 f"The drafter {ours.name_or_path or ''} does not fit the target {theirs.name_or_path or ''} "
@@ -194,7 +199,7 @@ class DSparkModel(PreTrainedModel):
         self._bound_to = (weakref.ref(target), state)
 
     @staticmethod
-    def _weight_of(module: nn.Module) -> torch.Tensor:
+    def _weight_of(module: nn.Embedding | nn.Linear) -> torch.Tensor:
         if module.weight.device.type != "meta":
             return module.weight.detach()
         with align_module_device(module):  # offloaded: it is there only while its hook says so
@@ -239,7 +244,7 @@ class DSparkModel(PreTrainedModel):
         Args:
             input_ids: block tokens, (R, B): the anchor, then mask tokens.
             context_hidden_states: the tapped hidden states, concatenated in the order of `target_layer_ids`, of the
-                positions that `cache` does not hold yet and that come before the anchor, (R, T, K * target_hidden_size).
+                positions before the anchor that `cache` does not hold yet, (R, T, K * target_hidden_size).
             position_ids: (R, T + B), by default those that follow the cache.
             attention_mask: additive, (R, 1, B, cached + T + B); by default every block row sees all rows.
             cache: context rows of earlier rounds; the new ones are added to it.

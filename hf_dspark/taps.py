@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -36,7 +37,7 @@ class TargetTaps:
         layer_ids: the tapped layers, in the order in which they are concatenated.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]):
         self._layers = decoder_layers(target)
         self._layer_ids = layer_ids
         self._passes: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}

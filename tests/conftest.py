@@ -129,7 +129,9 @@ class ScriptedDrafter(DSparkModel):
         return logits
 
 
-def scripted_drafter(target: PreTrainedModel, script: torch.Tensor, accuracy: float = 0.8, **fields) -> ScriptedDrafter:
+def scripted_drafter(
+    target: PreTrainedModel, script: torch.Tensor, accuracy: float = 0.8, **fields
+) -> ScriptedDrafter:
     """A scripted drafter without heads of its own."""
     torch.manual_seed(1)
     fields = {"markov_rank": 0, "enable_confidence_head": False, **fields}

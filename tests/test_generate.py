@@ -22,7 +22,6 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
-
 from transformers.cache_utils import Cache, DynamicLayer
 
 import hf_dspark
@@ -403,4 +402,6 @@ def test_lengths_that_cannot_be_drafted_are_refused(target, drafter, length):
 
 
 def test_a_real_drafter_is_refused_by_a_foreign_target(target):
-    refused(target, DSparkModel.from_pretrained(GOLDEN / "deepspec_qwen3_vanilla"), "Load the drafter that was trained")
+    refused(
+        target, DSparkModel.from_pretrained(GOLDEN / "deepspec_qwen3_vanilla"), "Load the drafter that was trained"
+    )

@@ -175,5 +175,5 @@ def test_recurrent_targets_are_refused_before_a_token_is_generated():
         layer_types=["linear_attention", "full_attention"] * 2,
     )
     target = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ValueError, match="recurrent|stateful"):
+    with pytest.raises(ValueError, match=r"recurrent|stateful"):
         target.generate(prompt(5), assistant_model=tiny_drafter(target), max_new_tokens=4)

@@ -179,7 +179,9 @@ def test_round_trip(fields, tmp_path):
 
 def test_from_pretrained_takes_the_usual_arguments(tmp_path):
     tiny_drafter(tiny_target("llama")).save_pretrained(tmp_path)
-    drafter = DSparkModel.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager", device_map="cpu")
+    drafter = DSparkModel.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", device_map="cpu"
+    )
     assert drafter.dtype == torch.bfloat16
     assert drafter.config._attn_implementation == "eager"
     model, info = DSparkModel.from_pretrained(tmp_path, output_loading_info=True)

@@ -137,7 +137,7 @@ class LooksAhead(DSparkCandidateGenerator):
         candidates, scores = super().get_candidates(input_ids, **kwargs)
         drafted = candidates.shape[1] - input_ids.shape[1]
         for k in range(drafted - 1):
-            if self._confidences[k + 1] < 0.5:
+            if self._confidences[k + 1] < 0.93:
                 candidates, scores = candidates[:, : input_ids.shape[1] + k], scores[:, :k]
                 break
         return candidates, scores if candidates.shape[1] > input_ids.shape[1] else None

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 from hf_dspark import DSparkModel, acceptance_length, trace
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
-from hf_dspark.training.objective import DSparkObjective, packed_mask, packed_positions, sample_anchors
+from hf_dspark.training.objective import packed_mask, packed_positions, sample_anchors
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
 
 HEADS = ["vanilla", "gated", "rnn", None]
@@ -39,7 +39,13 @@ def trainer_for(drafter, target, tmp_path, data, **arguments):
         use_cpu=True,
         remove_unused_columns=False,
         disable_tqdm=True,
-        **{"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "no", "learning_rate": 3e-3, **arguments},
+        **{
+            "per_device_train_batch_size": 4,
+            "max_steps": 4,
+            "save_strategy": "no",
+            "learning_rate": 3e-3,
+            **arguments,
+        },
     )
     return DSparkTrainer(drafter, target, arguments, data, data[:4], num_anchors=6)
 
@@ -70,7 +76,9 @@ def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tm
                 hidden = context.block_hidden(ids[:, anchor : anchor + 1])[0]
                 state = None if head is None else drafter.markov_head.initial_state(hidden[0])
                 if slot0 and head:
-                    _, state = drafter.markov_head.step(drafter.markov_head.markov_w1(ids[0, anchor]), hidden[0], state)
+                    _, state = drafter.markov_head.step(
+                        drafter.markov_head.markov_w1(ids[0, anchor]), hidden[0], state
+                    )
                 for k in range(gamma):
                     place = anchor + k
                     if place + 1 >= length:
@@ -181,7 +189,14 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
         for stop in stops:
             drafter = tiny_drafter(target)
             trainer = trainer_for(
-                drafter, target, tmp_path / name, data, max_steps=8, save_strategy="steps", save_steps=4, logging_steps=1
+                drafter,
+                target,
+                tmp_path / name,
+                data,
+                max_steps=8,
+                save_strategy="steps",
+                save_steps=4,
+                logging_steps=1,
             )
             if stop < 8:
                 trainer.add_callback(StopAt(stop))

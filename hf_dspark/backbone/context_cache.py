@@ -26,9 +26,7 @@ class ContextCache:
         """Position that follows the last context row."""
         return self.start + self.length
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new rows (R, kv heads, rows, head_dim) behind the held ones; returns held and new rows together."""
         end = self.length + keys.shape[2]
         if layer_idx == len(self._buffers):

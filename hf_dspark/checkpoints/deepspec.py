@@ -50,7 +50,9 @@ def translate(config: dict, tensors: dict[str, tuple[int, ...]]) -> dict:
 def _sequential_head(config: dict, tensors: dict[str, tuple[int, ...]]) -> tuple[int, str]:
     if "markov_head.markov_w1.weight" not in tensors:
         if config.get("markov_rank"):
-            raise ValueError(f"`markov_rank` is {config['markov_rank']}, but `markov_head.markov_w1.weight` is missing.")
+            raise ValueError(
+                f"`markov_rank` is {config['markov_rank']}, but `markov_head.markov_w1.weight` is missing."
+            )
         return 0, "vanilla"
     if "markov_head.joint_proj.weight" in tensors:
         kind = "rnn"

@@ -70,7 +70,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._confidences: list[float] = []
 
     @torch.no_grad()
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Draft behind `input_ids` (1, length), whose last token is the anchor.
 
@@ -139,7 +139,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
         return scores.argmax(-1, keepdim=True), scores
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor | None, num_matches: int):
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
         """Record how many tokens of the last draft were accepted."""
         if self.drafter.rounds is not None and self._draft is not None:
             draft = self._draft[0].tolist()

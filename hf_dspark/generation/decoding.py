@@ -6,6 +6,7 @@ import copy
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
@@ -17,7 +18,6 @@ from transformers.generation.candidate_generator import (
     _prepare_position_ids,
     _prepare_token_type_ids,
 )
-from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput, logging
 
 from ..compat import CACHE, can_roll_back
@@ -36,7 +36,7 @@ STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierF
 @torch.no_grad()
 def speculative_decoding(
     target: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -44,7 +44,7 @@ def speculative_decoding(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     **model_kwargs,
-) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
     The decoding method behind `target.generate(..., assistant_model=drafter)`.
 
@@ -114,7 +114,7 @@ def speculative_decoding(
 
 
 def check_request(
-    input_ids: torch.LongTensor, logits_processor: LogitsProcessorList, synced_gpus: bool, model_kwargs: dict
+    input_ids: torch.Tensor, logits_processor: LogitsProcessorList, synced_gpus: bool, model_kwargs: dict
 ) -> None:
     """
     Raises:
@@ -132,8 +132,8 @@ def check_request(
     for processor in logits_processor:
         if isinstance(processor, STATEFUL_PROCESSORS):
             raise ValueError(
-                f"{type(processor).__name__} keeps a state of its own from token to token and cannot judge drafts that "
-                "may be rejected. Generate without `assistant_model`, or without it."
+                f"{type(processor).__name__} keeps a state of its own from token to token and cannot judge drafts "
+                "that may be rejected. Generate without `assistant_model`, or without this processor."
             )
 
 
@@ -145,8 +145,8 @@ def check_cache(target: PreTrainedModel, cache: Cache) -> None:
     if not can_roll_back(cache):
         raise ValueError(
             f"{type(target).__name__} with a {type(cache).__name__} cannot take back tokens that were cached and then "
-            "rejected, which speculative decoding needs. Use a dynamic cache (leave `cache_implementation` unset), or, "
-            "for a model with recurrent layers, generate without `assistant_model`."
+            "rejected, which speculative decoding needs. Use a dynamic cache (leave `cache_implementation` unset); a "
+            "model with recurrent layers has none that can: generate without `assistant_model`."
         )
 
 
@@ -154,7 +154,7 @@ def opening_context(
     target: PreTrainedModel,
     drafter: DSparkModel,
     taps: TargetTaps,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     cache: Cache,
     held: int,
     prefilled: int,
@@ -175,8 +175,8 @@ def opening_context(
         return context
     if known is None:
         logger.warning_once(
-            "The cache holds tokens that this drafter has not seen and whose ids were not passed, so it drafts without "
-            "them. Pass the whole `input_ids` for better drafts."
+            "The cache holds tokens that this drafter has not seen and whose ids were not passed, so it drafts "
+            "without them. Pass the whole `input_ids` for better drafts."
         )
         return DraftContext(drafter, start=held)
     context = DraftContext(drafter)
@@ -188,7 +188,7 @@ def opening_context(
 
 
 def verification_forward(
-    target: PreTrainedModel, candidate_ids: torch.LongTensor, draft_length: int, model_kwargs: dict
+    target: PreTrainedModel, candidate_ids: torch.Tensor, draft_length: int, model_kwargs: dict
 ) -> ModelOutput:
     """One forward of the target over the anchor and its draft, the last `draft_length + 1` of `candidate_ids`."""
     model_kwargs = copy.copy(model_kwargs)

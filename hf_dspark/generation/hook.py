@@ -13,12 +13,12 @@ from .decoding import speculative_decoding
 
 def _assisted_decoding(original):
     @wraps(original)
-    def wrapper(self, input_ids, *args, assistant_model=None, **kwargs):
-        if not isinstance(assistant_model, DSparkModel):
-            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    def wrapper(self, input_ids, **kwargs):
+        if not isinstance(kwargs.get("assistant_model"), DSparkModel):
+            return original(self, input_ids, **kwargs)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):  # for other candidate generators
             kwargs.pop(name, None)
-        return speculative_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        return speculative_decoding(self, input_ids, **kwargs)
 
     return wrapper
 

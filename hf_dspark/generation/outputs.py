@@ -48,12 +48,10 @@ class GenerationRecord:
             attentions = outputs.attentions
             if outputs is not self._prefill:
                 behind = rows - 1 - row
-                attentions = tuple(
-                    layer[:, :, row : row + 1, : layer.shape[-1] - behind] for layer in attentions
-                )
+                attentions = tuple(layer[:, :, row : row + 1, : layer.shape[-1] - behind] for layer in attentions)
             self.attentions += (attentions,)
 
-    def result(self, input_ids: torch.LongTensor, cache: Cache) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    def result(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """The sequence, or the output object with everything that was collected."""
         if not self._return_dict:
             return input_ids

@@ -10,13 +10,13 @@ from transformers import LogitsProcessorList
 
 
 def verify(
-    input_ids: torch.LongTensor,
-    draft: torch.LongTensor,
+    input_ids: torch.Tensor,
+    draft: torch.Tensor,
     draft_scores: torch.Tensor | None,
     logits: torch.Tensor,
     logits_processor: LogitsProcessorList,
     do_sample: bool,
-) -> Iterator[tuple[torch.LongTensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
     Commit draft tokens left to right, up to and including the first that the target replaces, or one token more.
 

@@ -14,7 +14,7 @@ class Scheduler(Protocol):
     asked in this order, a scheduler cannot look ahead.
     """
 
-    reads_confidence: bool
+    reads_confidence: ClassVar[bool]
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         """Whether to draft slot `slot` (from 0), accepted with probability `confidence` (`None`: not predicted)."""

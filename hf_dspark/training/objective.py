@@ -144,9 +144,7 @@ class DSparkObjective(nn.Module):
         share = self.cross_entropy_weight
         loss = share * terms["cross_entropy"] + (1 - share) * terms["total_variation"]
         if self.drafter.confidence_head is not None:
-            logits = self.drafter.confidence_head(
-                hidden.detach(), None if embeddings is None else embeddings.detach()
-            )
+            logits = self.drafter.confidence_head(hidden.detach(), None if embeddings is None else embeddings.detach())
             error = F.binary_cross_entropy_with_logits(logits, 1 - total_variation.detach(), reduction="none")
             terms["confidence"] = (weight * error).sum()
             loss = loss + terms["confidence"]

@@ -147,5 +147,5 @@ class DSparkTrainer(Trainer):
             for name in ("loss", "total_variation", "acceptance_length", "greedy_acceptance_length")
         }
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
