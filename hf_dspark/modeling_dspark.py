@@ -180,8 +180,8 @@ class DSparkModel(PreTrainedModel):
             ValueError: the drafter does not fit the target.
         """
         modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
-        state = tuple((module.weight.data_ptr(), module.weight._version) for module in modules.values())
-        state = (self.device, self.dtype, *state)
+        tensors = [module.weight for module in modules.values()] + ([] if self.d2t is None else [self.d2t])
+        state = (self.device, self.dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
         if self._bound_to is not None and self._bound_to[0]() is target and self._bound_to[1] == state:
             return
         self.check_target(target)

@@ -92,6 +92,9 @@ def test_a_changed_target_is_bound_again():
         target.lm_head.weight.mul_(2)
     drafter.bind(target)
     torch.testing.assert_close(drafter.base_logits(torch.ones(1, 32)), 2 * before)
+    drafter.d2t.add_(7)
+    drafter.bind(target)
+    torch.testing.assert_close(drafter.base_logits(torch.eye(32)), target.lm_head.weight[drafter.draft_token_ids].T)
 
 
 @pytest.mark.parametrize(

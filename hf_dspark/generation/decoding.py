@@ -192,8 +192,11 @@ def verification_forward(
 ) -> ModelOutput:
     """One forward of the target over the anchor and its draft, the last `draft_length + 1` of `candidate_ids`."""
     model_kwargs = copy.copy(model_kwargs)
-    model_kwargs = _prepare_attention_mask(model_kwargs, candidate_ids.shape[1], False)
-    model_kwargs = _prepare_token_type_ids(model_kwargs, candidate_ids.shape[1])
+    # Each reaches as far as the anchor, whether `candidate_ids` begins with the text or later.
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        model_kwargs = _prepare_attention_mask(model_kwargs, mask.shape[1] + draft_length, False)
+    if (token_types := model_kwargs.get("token_type_ids")) is not None:
+        model_kwargs = _prepare_token_type_ids(model_kwargs, token_types.shape[1] + draft_length)
     if (position_ids := model_kwargs.get("position_ids")) is not None:
         model_kwargs = _prepare_position_ids(model_kwargs, position_ids.shape[-1] + draft_length, False)
     inputs = target.prepare_inputs_for_generation(

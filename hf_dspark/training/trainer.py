@@ -113,6 +113,7 @@ class DSparkTrainer(Trainer):
     def target_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The target's side of [`DSparkObjective.forward`]."""
         drafter = self.drafter
+        drafter.bind(self.target)  # a resumed checkpoint may have brought another draft vocabulary
         with TargetTaps(self.target, drafter.config.target_layer_ids) as taps:
             logits = self.target(**inputs, use_cache=False).logits
             features = taps.take(drafter.device, drafter.dtype)
