@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -85,6 +87,52 @@ def train(
         markov_rank=rank,
         **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
     )
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Target,
+    prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub repository of the drafter.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 256,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; default: 0 and 1.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    width: Annotated[int | None, typer.Option(help="Verify at most so many draft tokens a round.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.")] = None,
+) -> None:
+    """Measure acceptance length and speed on sets of prompts, with and without the drafter, interleaved."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .demo import DRAFTER
+    from .evaluation.speed import compare_sets
+    from .modeling_dspark import DSparkModel
+
+    folder = target_folder(target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=getattr(torch, dtype)).eval()
+    draft_model.generation_config.num_assistant_tokens = width
+    results: dict[str, dict[str, dict]] = {}
+    typer.echo("| set | temperature | acceptance length | plain tokens/s | drafted | speed-up (quartiles) | equal |")
+    typer.echo("|---|---|---|---|---|---|---|")
+    for name, warmth, result in compare_sets(
+        model,
+        AutoTokenizer.from_pretrained(folder),
+        draft_model,
+        prompts,
+        limit,
+        tuple(temperature or (0.0, 1.0)),
+        max_new_tokens,
+    ):
+        results.setdefault(name, {})[str(warmth)] = dataclasses.asdict(result)
+        low, high = result.speedup_quartiles
+        typer.echo(
+            f"| {name} | {warmth:g} | {result.acceptance_length:.2f} | {result.plain_tokens_per_second:.1f} | "
+            f"{result.tokens_per_second:.1f} | {result.speedup:.2f} ({low:.2f}-{high:.2f}) | "
+            f"{f'{result.equal}/{result.prompts}' if not warmth else ''} |"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps({"sets": results}, indent=2))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_dspark import DSparkConfig, DSparkModel
 
@@ -152,3 +153,15 @@ def _deterministic():
 @pytest.fixture(scope="session")
 def golden_target() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(GOLDEN / "qwen3_target", dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    characters = ["[UNK]", "<eos>", "<pad>", *map(chr, range(ord("a"), ord("a") + 26)), *"0123456789A"]
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, merges=[], unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", eos_token="<eos>", pad_token="<pad>", bos_token="[UNK]"
+    )

@@ -15,7 +15,6 @@ from transformers import (
     DynamicCache,
     GenerationMixin,
     MaxTimeCriteria,
-    PreTrainedTokenizerFast,
     QuantizedCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -42,19 +41,6 @@ def plain(target):
 @pytest.fixture
 def drafter(target, plain):
     return scripted_drafter(target, plain[0])
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    characters = ["[UNK]", "<eos>", "<pad>", *map(chr, range(ord("a"), ord("a") + 26)), *"0123456789A"]
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, merges=[], unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="[UNK]", eos_token="<eos>", pad_token="<pad>", bos_token="[UNK]"
-    )
 
 
 # What comes back
@@ -301,6 +287,16 @@ def test_pipeline(target, tokenizer, drafter):
         )
     assert drafted == expected
     assert any(a_round.accepted for a_round in rounds)
+
+
+def test_pipeline_with_the_name_of_a_drafter(target, tokenizer, tmp_path):
+    tiny_drafter(target).save_pretrained(tmp_path)
+    generate = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=str(tmp_path))
+    assert isinstance(generate.assistant_model, DSparkModel)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    assert generate("abcdefg", **arguments) == pipeline("text-generation", model=target, tokenizer=tokenizer)(
+        "abcdefg", **arguments
+    )
 
 
 def test_hooks_on_the_target_are_gone_afterwards(target, drafter):

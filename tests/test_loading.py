@@ -97,9 +97,29 @@ def test_a_changed_target_is_bound_again():
     torch.testing.assert_close(drafter.base_logits(torch.eye(32)), target.lm_head.weight[drafter.draft_token_ids].T)
 
 
+def test_rope_of_older_and_of_multimodal_configs(checkpoint):
+    expected = DSparkModel.from_pretrained(GOLDEN / "deepspec_qwen3_vanilla").rotary_emb.inv_freq
+    old = DSparkModel.from_pretrained(checkpoint(config={"rope_parameters": None, "rope_theta": 10000.0}))
+    assert torch.equal(old.rotary_emb.inv_freq, expected)
+    inherited = {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [4, 2, 2],
+    }
+    drafter = DSparkModel.from_pretrained(checkpoint(config={"rope_parameters": inherited}))
+    assert torch.equal(drafter.rotary_emb.inv_freq, expected)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    drafter = DSparkModel.from_pretrained(
+        checkpoint(config={"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": yarn})
+    )
+    assert not torch.equal(drafter.rotary_emb.inv_freq, expected)
+
+
 @pytest.mark.parametrize(
     ("head", "change", "match"),
     [
+        ("vanilla", {"config": {"rope_parameters": None}}, "rope_theta"),
         ("vanilla", {"drop": ("markov_head.markov_w1.weight",)}, "markov_w1"),
         ("vanilla", {"drop": ("markov_head.markov_w2.weight",)}, "markov_w2"),
         ("vanilla", {"drop": ("confidence_head.proj.weight",)}, "confidence_head"),

@@ -30,6 +30,12 @@ def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
     )
 
 
+def is_drafter(path: str | os.PathLike, **hub_arguments) -> bool:
+    """Whether `path` holds a drafter in a format that [`read_config`] reads."""
+    config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
+    return any(checkpoint_format.recognises(config) for checkpoint_format in FORMATS)
+
+
 def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a safetensors checkpoint, read from the headers alone."""
     hub_arguments.pop("trust_remote_code", None)

@@ -12,6 +12,7 @@ BACKBONE = (
     *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "attention_bias"),
     *("max_position_embeddings", "initializer_range", "dtype"),
 )
+INHERITED_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 DRAFTER = ("num_target_layers", "target_layer_ids", "block_size", "mask_token_id")
 
 
@@ -30,8 +31,7 @@ def translate(config: dict, tensors: dict[str, tuple[int, ...]]) -> dict:
     if missing:
         raise ValueError(f"A DeepSpec config needs {missing}.")
     fields = {name: config[name] for name in (*BACKBONE, *DRAFTER) if config.get(name) is not None}
-    if "rope_parameters" not in fields:
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 1e6)}
+    fields["rope_parameters"] = _rope_parameters(config)
     if any(kind != "full_attention" for kind in config.get("layer_types") or []):
         raise ValueError(f"DeepSpec drafters attend fully, this one has layer_types {config['layer_types']}.")
     fields["sample_from_anchor"] = config.get("sample_from_anchor", True)
@@ -45,6 +45,16 @@ def translate(config: dict, tensors: dict[str, tuple[int, ...]]) -> dict:
     fields["has_embed_tokens"] = "embed_tokens.weight" in tensors
     fields["has_lm_head"] = "lm_head.weight" in tensors
     return {"model_type": "dspark", **fields}
+
+
+def _rope_parameters(config: dict) -> dict:
+    parameters = config.get("rope_parameters")
+    if parameters is None:  # written by transformers 4
+        if "rope_theta" not in config:
+            raise ValueError("A DeepSpec config needs `rope_parameters` or `rope_theta`.")
+        parameters = {"rope_type": "default", **(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    # Inherited from multimodal targets and without meaning here: the drafter rotates whole heads.
+    return {name: value for name, value in parameters.items() if name not in INHERITED_ROPE}
 
 
 def _sequential_head(config: dict, tensors: dict[str, tuple[int, ...]]) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from functools import wraps
 from transformers import GenerationMixin
 from transformers.pipelines import base as pipelines
 
+from ..checkpoints import is_drafter
 from ..modeling_dspark import DSparkModel
 from .decoding import speculative_decoding
 
@@ -38,6 +39,8 @@ def _validate_generation_mode(original):
 def _load_assistant_model(original):
     @wraps(original)
     def wrapper(model, assistant_model, assistant_tokenizer):
+        if isinstance(assistant_model, str) and is_drafter(assistant_model):
+            assistant_model = DSparkModel.from_pretrained(assistant_model, dtype=model.dtype, device_map=model.device)
         if isinstance(assistant_model, DSparkModel):
             return assistant_model, None  # the target's tokens are its own, whatever its config says of special ones
         return original(model, assistant_model, assistant_tokenizer)
