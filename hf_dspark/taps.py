@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -31,6 +32,7 @@ class TargetTaps:
 
     Layer `i` means the output of decoder layer `i`, -1 the input of the first. Hooks on the layers themselves give
     these before any final norm, hold nothing but the tapped layers, and mean the same in every transformers release.
+    Passes that other threads run on the same model meanwhile are not recorded.
 
     Args:
         target: a decoder-only causal language model.
@@ -42,6 +44,7 @@ class TargetTaps:
         self._layer_ids = layer_ids
         self._passes: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}
         self._handles: list = []
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> TargetTaps:
         for layer_id in self._layer_ids:
@@ -61,11 +64,13 @@ class TargetTaps:
         self.discard()
 
     def _record_input(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._passes[-1].append(args[0] if args else kwargs["hidden_states"])
+        if threading.get_ident() == self._thread:
+            self._passes[-1].append(args[0] if args else kwargs["hidden_states"])
 
     def _recorder(self, layer_id: int):
         def record(module: nn.Module, args: tuple, output) -> None:
-            self._passes[layer_id].append(output[0] if isinstance(output, tuple) else output)
+            if threading.get_ident() == self._thread:
+                self._passes[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
         return record
 

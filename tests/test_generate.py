@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_a_second_turn_continues_the_drafters_context(target, turns):
     assert max(passes) <= 6, f"the first turn was read again: {passes}"
 
 
-@pytest.mark.parametrize("earlier", ["plain", "another drafter", "copied", "cropped"])
+@pytest.mark.parametrize("earlier", ["plain", "another drafter", "copied", *range(1, 12)])
 def test_a_second_turn_on_a_cache_from_elsewhere(target, turns, earlier):
     """The drafter's context is rebuilt, or recognised, and never that of another text: the script checks positions."""
     first_prompt, first, second_prompt, second = turns
@@ -201,13 +202,22 @@ def test_a_second_turn_on_a_cache_from_elsewhere(target, turns, earlier):
         if earlier == "copied":
             cache = copy.deepcopy(cache)
         else:
-            cache.crop(-4)
-    captured = []
-    original = type(drafter).forward
-    drafter.forward = lambda *a, **k: captured.append(a[1]) or original(drafter, *a, **k)
+            cache.crop(-earlier)
     result = run_turn(target, second_prompt, drafter, cache)
     assert result.sequences.tolist() == second.tolist()
     assert drafter.anchors[-1] > len(second_prompt[0])
+
+
+def test_threads_that_share_a_target(target):
+    texts = [target.generate(prompt(n), max_new_tokens=40, do_sample=False) for n in (4, 9, 14)]
+    drafters = [scripted_drafter(target, text[0], accuracy=0.7) for text in texts]
+
+    def run(n, drafter):
+        return target.generate(prompt(n), assistant_model=drafter, max_new_tokens=40, do_sample=False)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(run, (4, 9, 14), drafters))
+    assert [r.tolist() for r in results] == [t.tolist() for t in texts]
 
 
 def test_the_rebuilt_context_has_the_features_of_the_whole_text(target, turns):

@@ -46,6 +46,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Args:
         drafter: the drafter, bound to the target.
         context: what it knows of the sequence, kept up to date by the decoding loop.
+        scheduler: says how far each draft goes.
         logits_processor: the processors and warpers of this request.
         do_sample: draw the draft tokens, or take the most likely.
         max_length: length at which the sequence ends.
@@ -55,6 +56,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self,
         drafter: DSparkModel,
         context: DraftContext,
+        scheduler: Scheduler,
         logits_processor: LogitsProcessorList,
         do_sample: bool,
         max_length: int,
@@ -62,10 +64,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.device = drafter.device
         self.context = context
+        self.scheduler = scheduler
         self.logits_processor = logits_processor
         self.do_sample = do_sample
         self.max_length = max_length
-        self.scheduler = scheduler_of(drafter)
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
 
@@ -75,7 +77,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Draft behind `input_ids` (1, length), whose last token is the anchor.
 
         Returns:
-            The sequence with the draft (1, length + ℓ), and the draft's scores (1, ℓ, V), `None` for an empty draft.
+            The sequence with the draft (1, length + ℓ), and when sampling the scores (1, ℓ, V) of the draft, `None` if
+            it is empty.
         """
         room = self.max_length - input_ids.shape[1] - 1  # the verification adds a token of the target's own
         start = input_ids.shape[1]
@@ -108,7 +111,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
         self._draft = input_ids[:, start:]
-        return input_ids, torch.stack(scores, dim=1) if scores else None
+        return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
     def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """e of the last token, (1, rank)."""

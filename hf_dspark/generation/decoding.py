@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput, logging
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
-from .candidate_generator import DSparkCandidateGenerator
+from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
 from .outputs import GenerationRecord
 from .verification import verify
@@ -57,6 +57,7 @@ def speculative_decoding(
     """
     drafter = assistant_model
     check_request(input_ids, logits_processor, synced_gpus, model_kwargs)
+    scheduler = scheduler_of(drafter)
     drafter.bind(target)
     held = model_kwargs[CACHE].get_seq_length()  # positions of an earlier turn
     prompt_mask = model_kwargs.get("attention_mask")
@@ -72,7 +73,7 @@ def speculative_decoding(
         if prompt_mask is not None:
             features = features[:, prompt_mask[0, -features.shape[1] :].bool().to(features.device)]
         generator = DSparkCandidateGenerator(
-            drafter, context, logits_processor, generation_config.do_sample, generation_config.max_length
+            drafter, context, scheduler, logits_processor, generation_config.do_sample, generation_config.max_length
         )
         draft, draft_scores = input_ids[:, :0], None
         while True:
@@ -181,7 +182,8 @@ def opening_context(
         return DraftContext(drafter, start=held)
     context = DraftContext(drafter)
     mask = None if prompt_mask is None else prompt_mask[:, :held]
-    target(known.to(target.device), attention_mask=mask, use_cache=False)
+    only_last = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
+    target(known.to(target.device), attention_mask=mask, use_cache=False, **only_last)
     features = taps.take(drafter.device, drafter.dtype)
     context.extend(features if mask is None else features[:, mask[0].bool().to(features.device)])
     return context

@@ -27,7 +27,7 @@ def verify(
     Args:
         input_ids: the committed sequence, (1, length).
         draft: the draft tokens, (1, ℓ).
-        draft_scores: their scores (1, ℓ, V); the softmax is q. `None` for an empty draft.
+        draft_scores: their scores (1, ℓ, V); the softmax is q. not needed when greedy or for an empty draft.
         logits: the target's logits in float32, (1, ℓ + 1, V).
         logits_processor: the processors and warpers of the request.
         do_sample: sample, or take the most likely token.
