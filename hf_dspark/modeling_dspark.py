@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -123,14 +125,28 @@ class DSparkModel(PreTrainedModel):
             )
 
     def save_pretrained(self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs) -> None:
-        """As [`~transformers.PreTrainedModel.save_pretrained`]; weights borrowed from the target are left out."""
+        """
+        As [`~transformers.PreTrainedModel.save_pretrained`]; weights borrowed from the target are left out. A file
+        appears in `save_directory` only when it is whole.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
         if state_dict is None:
             state_dict = self.state_dict()
             for name in ("embed_tokens", "lm_head"):
                 if (own := self._own_weight(name)) is not None:
                     state_dict[f"{name}.weight"] = own
-        self.generation_config.save_pretrained(save_directory)
-        super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            self.generation_config.save_pretrained(scratch)
+            super().save_pretrained(scratch, state_dict=state_dict, **kwargs)
+            files = {file.name: file for file in Path(scratch).iterdir()}
+            for name, file in files.items():
+                os.replace(file, folder / name)
+        for weights in folder.glob("model*.safetensors*"):  # shards of what was there before
+            if weights.name not in files:
+                weights.unlink()
 
     # The target
 
@@ -156,7 +172,11 @@ class DSparkModel(PreTrainedModel):
             wrong.append(f"it has {theirs.num_hidden_layers} layers, the drafter taps layers {ours.target_layer_ids}")
         elif ours.num_target_layers not in (None, theirs.num_hidden_layers):
             wrong.append(f"it has {theirs.num_hidden_layers} layers, the drafter expects {ours.num_target_layers}")
-        rows = target.get_input_embeddings().num_embeddings
+        if target.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(target).__name__} has no output head; pass the model with its language model head."
+            )
+        rows = len(target.get_input_embeddings().weight)
         if ours.vocab_size not in (theirs.vocab_size, rows):
             wrong.append(f"its vocabulary has {theirs.vocab_size} tokens, the drafter's has {ours.vocab_size}")
         elif ours.mask_token_id >= (ours.vocab_size if ours.has_embed_tokens else rows):

@@ -219,6 +219,20 @@ def test_sharded_checkpoints(tmp_path):
     assert set(tensor_shapes(tmp_path)) == set(drafter.state_dict())
     again = DSparkModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
+    drafter.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"], "no shards stay behind"
+    assert set(DSparkModel.from_pretrained(tmp_path).state_dict()) == set(again)
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    drafter = tiny_drafter(tiny_target("llama"))
+    drafter.save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    drafter.norm.weight.data.add_(1)
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        drafter.save_pretrained(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])

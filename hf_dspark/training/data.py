@@ -13,124 +13,105 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import CACHE
 
-# Beginnings of user turns. A small target left to itself always asks for the same few things; an opening moves it to
-# code, mathematics or conversation, and it finishes the request in its own words.
+# Beginnings of user turns, one a line (⏎ is a line break). A small target left to itself always asks for the same few
+# things; an opening moves it to code, mathematics or conversation, and it finishes the request in its own words.
 OPENINGS = (
     *[""] * 12,
     *(
-        "Write a Python function that",
-        "Write a Python function to",
-        "Complete the following Python function.\n\n```python\ndef",
-    ),
-    *(
-        "def ",
-        "from typing import List\n\n\ndef ",
-        "import math\n\ndef ",
-        "Fix the bug in this code:\n\n",
-        "Explain what this code does:",
-    ),
-    *(
-        "Write a function in JavaScript",
-        "Write a SQL query",
-        "Write a program",
-        "Implement a class",
-        "What does the Python",
-    ),
-    *(
-        "A baker",
-        "A farmer has",
-        "Tom has",
-        "Maria buys",
-        "John and his friends",
-        "A train travels",
-        "In a class of",
-        "Every day,",
-    ),
-    *(
-        "Sarah earns $",
-        "There are",
-        "A store sells",
-        "If a car",
-        "Calculate the total",
-        "How many",
-        "A rectangle has",
-        "Last week,",
-    ),
-    *(
-        "Solve for x:",
-        "Let $x$ be",
-        "Find the value of $",
-        "What is the sum of",
-        "Compute $\\frac",
-        "Simplify",
-        "Evaluate",
-        "Suppose $f(x)",
-    ),
-    *(
-        "The roots of",
-        "A triangle has sides",
-        "Find the number of",
-        "What is the probability that",
-        "Prove that",
-        "Two dice",
-    ),
-    *(
-        "Explain",
-        "What is the difference between",
-        "How do I",
-        "How does",
-        "Why do",
-        "What are the main",
-        "Can you",
-        "Who was",
-    ),
-    *(
-        "Write a short story about",
-        "Write an email to",
-        "Compose a",
-        "Summarize the",
-        "Rewrite the following sentence",
-        "Imagine you are",
-    ),
-    *(
-        "Give me a list of",
-        "Describe",
-        "Pretend to be",
-        "Write a blog post about",
-        "Write a poem",
-        "Translate",
-        "Compare",
-        "Suggest",
-    ),
-    *(
-        "I need advice",
-        "Help me",
-        "Tell me about",
-        "What should I",
-        "Create a plan",
-        "Design a",
-        "Classify",
-        "Extract",
-        "Discuss",
+        line.replace("⏎", "\n")
+        for line in """\
+Write a Python function that
+Write a Python function to
+Complete the following Python function.⏎⏎```python⏎def
+def
+from typing import List⏎⏎⏎def
+import math⏎⏎def
+Fix the bug in this code:⏎⏎
+Explain what this code does:
+Write a function in JavaScript
+Write a SQL query
+Write a program
+Implement a class
+What does the Python
+A baker
+A farmer has
+Tom has
+Maria buys
+John and his friends
+A train travels
+In a class of
+Every day,
+Sarah earns $
+There are
+A store sells
+If a car
+Calculate the total
+How many
+A rectangle has
+Last week,
+Solve for x:
+Let $x$ be
+Find the value of $
+What is the sum of
+Compute $\\frac
+Simplify
+Evaluate
+Suppose $f(x)
+The roots of
+A triangle has sides
+Find the number of
+What is the probability that
+Prove that
+Two dice
+Explain
+What is the difference between
+How do I
+How does
+Why do
+What are the main
+Can you
+Who was
+Write a short story about
+Write an email to
+Compose a
+Summarize the
+Rewrite the following sentence
+Imagine you are
+Give me a list of
+Describe
+Pretend to be
+Write a blog post about
+Write a poem
+Translate
+Compare
+Suggest
+I need advice
+Help me
+Tell me about
+What should I
+Create a plan
+Design a
+Classify
+Extract
+Discuss""".splitlines()
     ),
 )
+MARKER = "\u241f"  # stands where the user's words go in a rendered chat template
 
 
 def user_turn_prompts(tokenizer: PreTrainedTokenizerBase, openings: tuple[str, ...] = OPENINGS) -> list[list[int]]:
     """Token ids of the chat template up to the start of the user's words, followed by each opening."""
-    marker = "\u241f"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
-    head = text[: text.index(marker)]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": MARKER}], tokenize=False)
+    head = text[: text.index(MARKER)]
     return [tokenizer(head + opening, add_special_tokens=False).input_ids for opening in openings]
 
 
 def answer_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that close a user turn and open the answer."""
-    marker = "\u241f"
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": MARKER}], tokenize=False, add_generation_prompt=True
     )
-    return tokenizer(text[text.index(marker) + len(marker) :], add_special_tokens=False).input_ids
+    return tokenizer(text[text.index(MARKER) + len(MARKER) :], add_special_tokens=False).input_ids
 
 
 class GrowingLayer(DynamicLayer):
@@ -189,7 +170,7 @@ def sample_continuations(
         logits = target(
             input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True, **{CACHE: cache}
         ).logits[:, -1]
-        best = logits.float().topk(top_k)
+        best = logits.float().topk(min(top_k, logits.shape[-1]))
         warm = temperature[alive].unsqueeze(-1)
         probabilities = (best.values / warm.clamp(min=1e-3)).softmax(-1)
         choice = torch.multinomial(probabilities, 1, generator=generator)
@@ -245,6 +226,8 @@ def write_conversations(path: str | os.PathLike, rows: Iterator[dict], tokens: i
     path = Path(path)
     held = sum(len(row["input_ids"]) for row in read_conversations(path)) if path.exists() else 0
     with path.open("a") as file:
+        if held and not path.read_text().endswith("\n"):  # a line that was cut short
+            file.write("\n")
         while held < tokens:
             row = next(rows)
             file.write(json.dumps(row) + "\n")
