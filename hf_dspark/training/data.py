@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -225,7 +226,7 @@ def write_conversations(path: str | os.PathLike, rows: Iterator[dict], tokens: i
     """Append rows to a jsonl file until it holds `tokens` token ids; returns how many it holds."""
     path = Path(path)
     held = sum(len(row["input_ids"]) for row in read_conversations(path)) if path.exists() else 0
-    with path.open("a") as file:
+    with path.open("a") as file, tqdm(desc=f"Writing {path}", total=tokens, initial=held, unit=" tokens") as progress:
         if held and not path.read_text().endswith("\n"):  # a line that was cut short
             file.write("\n")
         while held < tokens:
@@ -233,6 +234,7 @@ def write_conversations(path: str | os.PathLike, rows: Iterator[dict], tokens: i
             file.write(json.dumps(row) + "\n")
             file.flush()
             held += len(row["input_ids"])
+            progress.update(len(row["input_ids"]))
     return held
 
 

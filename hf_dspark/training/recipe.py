@@ -89,6 +89,7 @@ def train_drafter(
         adam_beta2=0.95,
         weight_decay=0.01,
         bf16=torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
         eval_strategy="steps",
         eval_steps=max(1, steps // 4),
         save_steps=max(1, min(100, steps // 4)),
