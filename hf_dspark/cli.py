@@ -98,7 +98,9 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 256,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; default: 0 and 1.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    width: Annotated[int | None, typer.Option(help="Verify at most so many draft tokens a round.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.")] = None,
 ) -> None:
     """Measure acceptance length and speed on sets of prompts, with and without the drafter, interleaved."""
@@ -111,7 +113,8 @@ def evaluate(
     folder = target_folder(target)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=getattr(torch, dtype)).eval()
-    draft_model.generation_config.num_assistant_tokens = width
+    if width is not None:
+        draft_model.generation_config.num_assistant_tokens = width
     results: dict[str, dict[str, dict]] = {}
     typer.echo("| set | temperature | acceptance length | plain tokens/s | drafted | speed-up (quartiles) | equal |")
     typer.echo("|---|---|---|---|---|---|---|")
