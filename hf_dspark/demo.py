@@ -102,15 +102,28 @@ _ARCHITECTURE = (
 )
 
 
-def marked(rounds: list[Round], answer: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The answer with every round's drafts: accepted green, rejected red and struck, the target's own bold."""
+ACCEPTED, REJECTED, OWN = "green", "red strike", "bold"
+
+
+def marked(rounds: list[Round], answer: list[int], tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
+    """
+    The answer with every round's drafts in it: accepted ones, rejected ones, and the target's own tokens.
+
+    Without colours, accepted drafts stand in braces and rejected ones in brackets.
+    """
     text, place = Text(), 1
-    text.append(tokenizer.decode(answer[:1]))
+
+    def append(tokens: list[int], style: str, brackets: str = "") -> None:
+        if tokens:
+            words = str(tokenizer.decode(tokens))
+            text.append(words if colour or not brackets else f"{brackets[0]}{words}{brackets[1]}", style=style)
+
+    append(answer[:1], OWN)
     for a_round in rounds:
-        text.append(tokenizer.decode(a_round.draft[: a_round.accepted]), style="green")
-        text.append(tokenizer.decode(a_round.draft[a_round.accepted :]), style="red strike dim")
+        append(a_round.draft[: a_round.accepted], ACCEPTED, "{}")
+        append(a_round.draft[a_round.accepted :], REJECTED, "[]")
         place += a_round.accepted
-        text.append(tokenizer.decode(answer[place : place + 1]), style="bold")
+        append(answer[place : place + 1], OWN)
         place += 1
     return text
 
@@ -142,6 +155,7 @@ def run(
 ) -> None:
     """Answer `prompts` greedily with and without the drafter and print both speeds and the drafts."""
     console = Console(highlight=False)
+    colour = console.color_system is not None
     folder = smollm2()
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -152,11 +166,14 @@ def run(
         plain, plain_speed = answer(target, tokenizer, prompt, None, max_new_tokens, do_sample=False)
         with trace(drafter) as rounds:
             drafted, speed = answer(target, tokenizer, prompt, drafter, max_new_tokens, do_sample=False)
-        console.rule(f"[bold]{prompt}", align="left")
-        console.print(marked(rounds, drafted, tokenizer))
+        console.rule(Text(prompt), align="left")
+        console.print(marked(rounds, drafted, tokenizer, colour))
         console.print(
             f"\nplain {plain_speed:.1f} tokens/s, with the drafter {speed:.1f} tokens/s "
             f"({speed / plain_speed:.2f}x); acceptance length {acceptance_length(rounds):.2f}; "
             f"outputs {'equal' if drafted == plain else 'DIFFER'}\n"
         )
-    console.print("[green]accepted draft tokens[/], [red strike]rejected ones[/], [bold]the target's own[/]")
+    legend = Text("Drafts: ")
+    legend.append("accepted" if colour else "{accepted}", style=ACCEPTED).append(", ")
+    legend.append("rejected" if colour else "[rejected]", style=REJECTED).append("; the rest is ")
+    console.print(legend.append("the target's own", style=OWN))
