@@ -104,17 +104,23 @@ def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tm
     torch.testing.assert_close(result.loss, expected)
 
 
-def test_chunks_do_not_change_loss_or_gradients(target, tmp_path):
-    drafter = tiny_drafter(target)
+def objective_and_batch(drafter, target, tmp_path):
+    """A drafter's objective, and one batch with anchors for it."""
     trainer = trainer_for(drafter, target, tmp_path, rows([20, 15]))
     inputs = pad_sequences(rows([20, 15]))
     theirs = trainer.target_inputs(inputs)
     anchors = sample_anchors(inputs["attention_mask"].sum(-1), 6)
+    return trainer.model, {**inputs, **theirs, "anchors": anchors}
+
+
+def test_chunks_do_not_change_loss_or_gradients(target, tmp_path):
+    drafter = tiny_drafter(target)
+    objective, batch = objective_and_batch(drafter, target, tmp_path)
     results = []
     for chunk_size in (1000, 7):
-        trainer.model.chunk_size = chunk_size
+        objective.chunk_size = chunk_size
         drafter.zero_grad()
-        loss = trainer.model(**inputs, **theirs, anchors=anchors).loss
+        loss = objective(**batch).loss
         loss.backward()
         results.append((loss.detach(), [p.grad.clone() for p in drafter.parameters()]))
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-4)
@@ -122,16 +128,13 @@ def test_chunks_do_not_change_loss_or_gradients(target, tmp_path):
 
 def test_the_confidence_head_does_not_pull_at_the_backbone(target, tmp_path):
     drafter = tiny_drafter(target)
-    trainer = trainer_for(drafter, target, tmp_path, rows([20, 15]))
-    inputs = pad_sequences(rows([20, 15]))
-    theirs = trainer.target_inputs(inputs)
-    anchors = sample_anchors(inputs["attention_mask"].sum(-1), 6)
+    objective, batch = objective_and_batch(drafter, target, tmp_path)
     gradients = []
     for scale in (1.0, 100.0):
         with torch.no_grad():
             drafter.confidence_head.proj.weight.mul_(scale)
         drafter.zero_grad()
-        trainer.model(**inputs, **theirs, anchors=anchors).loss.backward()
+        objective(**batch).loss.backward()
         gradients.append({n: p.grad.clone() for n, p in drafter.named_parameters() if "confidence" not in n})
     torch.testing.assert_close(gradients[0], gradients[1])
     assert drafter.confidence_head.proj.weight.grad.abs().sum() > 0

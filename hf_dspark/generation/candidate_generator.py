@@ -63,6 +63,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.device = drafter.device
+        self.draft_token_ids = drafter.draft_token_ids
         self.context = context
         self.scheduler = scheduler
         self.logits_processor = logits_processor
@@ -130,10 +131,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
         logits = logits.to(input_ids.device, torch.float32)
-        ids = self.drafter.draft_token_ids
-        if ids is not None:
+        if self.draft_token_ids is not None:
             logits = logits.new_full((1, self.drafter.config.vocab_size), -torch.inf).index_copy_(
-                1, ids.to(logits.device), logits
+                1, self.draft_token_ids.to(logits.device), logits
             )
         scores = self.logits_processor(input_ids, logits)
         if not torch.isfinite(scores.max()):

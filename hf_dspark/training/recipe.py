@@ -78,8 +78,10 @@ def train_drafter(
         mask_token_id = unused_token(tokenizer)
     drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
     prune_vocabulary(drafter, [row["input_ids"][row.get("prompt_length", 0) :] for row in rows])
+    checkpoints = output / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
     arguments = TrainingArguments(
-        output_dir=str(output / "checkpoints"),
+        output_dir=str(checkpoints),
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
@@ -100,11 +102,7 @@ def train_drafter(
         seed=seed,
     )
     trainer = DSparkTrainer(drafter, target, arguments, rows[HELD_OUT:], rows[:HELD_OUT], num_anchors=anchors)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if _resumable(arguments) else None)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints))
     trainer.evaluate()
     drafter.to(torch.bfloat16).save_pretrained(output)
     return drafter
-
-
-def _resumable(arguments: TrainingArguments) -> bool:
-    return os.path.isdir(arguments.output_dir)
