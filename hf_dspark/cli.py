@@ -46,17 +46,61 @@ def demo(
 
 
 @app.command()
+def data(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder for the data.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="A jsonl file or data set whose conversations to answer (default: self-written)."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
+    tokens: Annotated[int | None, typer.Option(help="Stop at so many tokens.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Conversations written at once.")] = 128,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Of the answers, in turn; 0 is greedy (default: 0 and 1).")
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens.")] = 50,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="`enable_thinking` of the chat template.")
+    ] = None,
+    seed: int = 0,
+) -> None:
+    """Let the target write training data: all of it, or answers to given prompts. Run again, it goes on."""
+    from .training.data import write_data
+    from .training.recipe import load_target
+
+    write_data(
+        *load_target(target_folder(target)),
+        output,
+        prompts,
+        split,
+        tokens,
+        batch_size=batch_size,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        top_k=top_k,
+        seed=seed,
+        **({} if thinking is None else {"enable_thinking": thinking}),
+    )
+
+
+@app.command()
 def train(
     target: Target,
     output: Annotated[Path, typer.Option(help="Folder for the drafter, its data and its checkpoints.")],
     data: Annotated[
-        Path | None, typer.Option(help="A jsonl file of rows with `input_ids` (default: generated).")
+        Path | None,
+        typer.Option(help="Folder made by `hf-dspark data`, or jsonl file of `input_ids` (default: self-written)."),
     ] = None,
     tokens: Annotated[
         int, typer.Option(help="Tokens of text to have the target write if there is no data.")
     ] = 500_000,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step and process.")] = 4,
+    gradient_accumulation: Annotated[int, typer.Option(help="Batches per step.")] = 1,
     anchors: Annotated[int, typer.Option(help="Draft blocks per sequence and step.")] = 96,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     layers: Annotated[int, typer.Option(help="Draft layers.")] = 2,
@@ -77,6 +121,7 @@ def train(
         tokens=tokens,
         steps=steps,
         batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation,
         anchors=anchors,
         learning_rate=learning_rate,
         mask_token_id=mask_token_id,

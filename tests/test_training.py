@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +67,7 @@ def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tm
     with torch.no_grad():
         result = objective(**inputs, **theirs, anchors=anchors)
 
-        cross, variation, confidence, total = 0.0, 0.0, 0.0, 0.0
+        cross, variation, confidence = 0.0, 0.0, 0.0
         gamma, slot0 = drafter.config.num_draft_tokens, drafter.config.block_size - drafter.config.num_draft_tokens
         for row, length in enumerate((14, 9)):
             ids = inputs["input_ids"][row : row + 1, :length]
@@ -96,7 +100,9 @@ def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tm
                     variation += weight * tv
                     c = drafter.confidence_head(h, embedding)
                     confidence += weight * F.binary_cross_entropy_with_logits(c, 1 - tv)
-                    total += weight
+    total = anchors.numel() * sum(
+        math.exp(-k / objective.position_decay) for k in range(drafter.config.num_draft_tokens)
+    )
     torch.testing.assert_close(result.cross_entropy, cross / total, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(result.total_variation, variation / total, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(result.confidence, confidence / total, atol=1e-4, rtol=1e-4)
@@ -109,7 +115,7 @@ def objective_and_batch(drafter, target, tmp_path):
     trainer = trainer_for(drafter, target, tmp_path, rows([20, 15]))
     inputs = pad_sequences(rows([20, 15]))
     theirs = trainer.target_inputs(inputs)
-    anchors = sample_anchors(inputs["attention_mask"].sum(-1), 6)
+    anchors = sample_anchors(inputs["attention_mask"].sum(-1), inputs["prompt_lengths"], 6)
     return trainer.model, {**inputs, **theirs, "anchors": anchors}
 
 
@@ -208,6 +214,20 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
     assert losses["whole"] == pytest.approx(losses["halved"], rel=1e-5)
 
 
+def test_two_processes_train_as_one_does(tmp_path):
+    """Data-parallel training on two processes (gloo) has the losses and weights of one with as large a batch."""
+    script = Path(__file__).with_name("distributed_training.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, command in (("two", launch), ("one", [])):
+        command = [sys.executable, *command, str(script), str(tmp_path / name)]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+    one, two = (torch.load(tmp_path / name / "result.pt") for name in ("one", "two"))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert len(one["losses"]) == 4 and one["losses"] == pytest.approx(two["losses"], rel=1e-4)
+    torch.testing.assert_close(one["weights"], two["weights"], atol=1e-5, rtol=1e-4)
+
+
 def test_packed_positions_and_mask():
     anchors = torch.tensor([[2, 1]])
     assert packed_positions(anchors, 3, 4).tolist() == [[0, 1, 2, 3, 2, 3, 4, 1, 2, 3]]
@@ -217,9 +237,11 @@ def test_packed_positions_and_mask():
 
 
 def test_anchors_have_a_context_and_a_next_token():
-    anchors = sample_anchors(torch.tensor([3, 50]), 200)
+    anchors = sample_anchors(torch.tensor([3, 50, 50, 50]), torch.tensor([0, 0, 40, 60]), 400)
     assert anchors[0].unique().tolist() == [1]
-    assert anchors[1].min() >= 1 and anchors[1].max() <= 48
+    assert anchors[1].unique().tolist() == list(range(1, 49))
+    assert anchors[2].unique().tolist() == list(range(40, 49)), "in the answer alone"
+    assert anchors[3].unique().tolist() == [48], "an answer that was cut off"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])

@@ -1,249 +1,192 @@
-"""Training text that the target writes itself: sampled user turns, then the answers to them."""
+"""Training data: shards of token ids that a target wrote, beside the settings they were written with."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
 
-from ..compat import CACHE
+from .conversations import answered_anew, self_written
 
-# Beginnings of user turns, one a line (⏎ is a line break). A small target left to itself always asks for the same few
-# things; an opening moves it to code, mathematics or conversation, and it finishes the request in its own words.
-OPENINGS = (
-    *[""] * 12,
-    *(
-        line.replace("⏎", "\n")
-        for line in """\
-Write a Python function that
-Write a Python function to
-Complete the following Python function.⏎⏎```python⏎def
-def
-from typing import List⏎⏎⏎def
-import math⏎⏎def
-Fix the bug in this code:⏎⏎
-Explain what this code does:
-Write a function in JavaScript
-Write a SQL query
-Write a program
-Implement a class
-What does the Python
-A baker
-A farmer has
-Tom has
-Maria buys
-John and his friends
-A train travels
-In a class of
-Every day,
-Sarah earns $
-There are
-A store sells
-If a car
-Calculate the total
-How many
-A rectangle has
-Last week,
-Solve for x:
-Let $x$ be
-Find the value of $
-What is the sum of
-Compute $\\frac
-Simplify
-Evaluate
-Suppose $f(x)
-The roots of
-A triangle has sides
-Find the number of
-What is the probability that
-Prove that
-Two dice
-Explain
-What is the difference between
-How do I
-How does
-Why do
-What are the main
-Can you
-Who was
-Write a short story about
-Write an email to
-Compose a
-Summarize the
-Rewrite the following sentence
-Imagine you are
-Give me a list of
-Describe
-Pretend to be
-Write a blog post about
-Write a poem
-Translate
-Compare
-Suggest
-I need advice
-Help me
-Tell me about
-What should I
-Create a plan
-Design a
-Classify
-Extract
-Discuss""".splitlines()
-    ),
-)
-MARKER = "\u241f"  # stands where the user's words go in a rendered chat template
+SETTINGS = "settings.json"
+SHARD_ROWS = 4096
 
 
-def user_turn_prompts(tokenizer: PreTrainedTokenizerBase, openings: tuple[str, ...] = OPENINGS) -> list[list[int]]:
-    """Token ids of the chat template up to the start of the user's words, followed by each opening."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": MARKER}], tokenize=False)
-    head = text[: text.index(MARKER)]
-    return [tokenizer(head + opening, add_special_tokens=False).input_ids for opening in openings]
-
-
-def answer_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that close a user turn and open the answer."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": MARKER}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text[text.index(MARKER) + len(MARKER) :], add_special_tokens=False).input_ids
-
-
-class GrowingLayer(DynamicLayer):
-    """A cache layer that grows by doubling: a step of a large batch writes one column instead of copying them all."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        held = self.get_seq_length()
-        end = held + key_states.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.buffers = [key_states[..., :0, :], value_states[..., :0, :]]
-        for i, states in enumerate((key_states, value_states)):
-            if self.buffers[i].shape[-2] < end:
-                grown = states.new_empty(*states.shape[:2], 2 * end, states.shape[-1])
-                grown[..., :held, :] = self.buffers[i][..., :held, :]
-                self.buffers[i] = grown
-            self.buffers[i][..., held:end, :] = states
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        held = self.get_seq_length()
-        self.buffers = [buffer[indices] for buffer in self.buffers]
-        self.keys, self.values = (buffer[..., :held, :] for buffer in self.buffers)
-
-
-@torch.inference_mode()
-def sample_continuations(
-    target: PreTrainedModel,
-    prompts: list[list[int]],
-    eos_token_id: int,
-    max_new_tokens: int,
-    temperature: torch.Tensor,
-    top_k: int = 50,
-    generator: torch.Generator | None = None,
-) -> list[list[int]]:
-    """
-    Continue every prompt until its EOS token (included) or `max_new_tokens`; a finished row leaves the batch.
-
-    `temperature` has one value a row; 0 means greedy. When five rows in six have finished, the rest is cut short: a
-    batch of a few rows costs almost as much a step as a full one.
-    """
-    device = target.device
-    width = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), width), eos_token_id, device=device)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):  # left-padded
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
-        mask[row, width - len(prompt) :] = 1
-    cache = Cache(layer_class_to_replicate=GrowingLayer)
-    alive = torch.arange(len(prompts), device=device)
-    temperature = temperature.to(device)
-    written: list[list[int]] = [[] for _ in prompts]
-    for _ in range(max_new_tokens):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-        logits = target(
-            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True, **{CACHE: cache}
-        ).logits[:, -1]
-        best = logits.float().topk(min(top_k, logits.shape[-1]))
-        warm = temperature[alive].unsqueeze(-1)
-        probabilities = (best.values / warm.clamp(min=1e-3)).softmax(-1)
-        choice = torch.multinomial(probabilities, 1, generator=generator)
-        tokens = best.indices.gather(-1, torch.where(warm > 0, choice, 0))
-        for row, token in zip(alive.tolist(), tokens[:, 0].tolist()):
-            if not written[row] or written[row][-1] != eos_token_id:
-                written[row].append(token)
-        unfinished = torch.tensor([written[row][-1] != eos_token_id for row in alive.tolist()], device=device)
-        if 6 * unfinished.sum() < len(prompts):
-            break
-        if 8 * unfinished.sum() < 7 * len(alive):  # dropping a row copies the cache, so a few leave together
-            keep = unfinished.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
-            alive, mask, tokens = alive[keep], mask[keep], tokens[keep]
-        input_ids = tokens
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-    return written
-
-
-def self_generated_conversations(
+def write_data(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    batch_size: int = 128,
-    max_prompt_tokens: int = 128,
-    max_new_tokens: int = 256,
-    seed: int = 0,
-) -> Iterator[dict]:
+    folder: str | os.PathLike,
+    prompts: str | os.PathLike | None = None,
+    split: str = "train",
+    tokens: int | None = None,
+    **sampling,
+) -> int:
     """
-    Conversations in the target's own words, for ever: `{"input_ids": [...], "prompt_length": n, "temperature": t}`.
+    Let the target write training data into `folder`, going on from what is there.
 
-    Half of the answers are greedy, half sampled: a drafter is used for both.
+    Args:
+        folder: where `shard-*.jsonl` (rows with `input_ids`, `prompt_length`, `temperature`) and `settings.json` go.
+        prompts: a jsonl file or the name of a data set whose conversations the target answers anew (see
+            [`conversations_of`]); without it, the target writes the questions, too.
+        split: the split of the data set.
+        tokens: how many tokens the folder shall hold, by default all that the prompts give.
+        sampling: arguments of [`self_written`] or [`answered_anew`].
+
+    Under `accelerate launch` every process writes its share of the data. Returns how many tokens the shards of this
+    process hold.
+
+    Raises:
+        ValueError: the folder holds data of other settings, or neither `prompts` nor `tokens` says where to end.
     """
-    generator = torch.Generator(target.device).manual_seed(seed)
-    prompts, header = user_turn_prompts(tokenizer), answer_header(tokenizer)
-    eos = tokenizer.eos_token_id
-    while True:
-        choice = torch.randint(len(prompts), (batch_size,), generator=generator, device=target.device).tolist()
-        heads = [prompts[i] for i in choice]
-        turns = sample_continuations(
-            target, heads, eos, max_prompt_tokens, torch.ones(batch_size), generator=generator
+    if prompts is None and tokens is None:
+        raise ValueError("Say how many `tokens` to write, or give `prompts` to answer.")
+    state, folder = PartialState(), Path(folder)
+    _check_settings(
+        folder,
+        {"target": Path(target.name_or_path).name, "prompts": prompts and Path(prompts).name, "split": split}
+        | {"processes": state.num_processes}
+        | sampling,
+    )
+    shards = Shards(folder, state.process_index)
+    goal = None if tokens is None else -(-tokens // state.num_processes)
+    seed = sampling.pop("seed", 0)
+    if prompts is None:
+        known = {tuple(row["input_ids"][: row["prompt_length"]]) for row in shards.rows()}
+        seed += 1_000_003 * state.process_index + shards.num_rows  # other words than those that are there
+        rows = self_written(target, tokenizer, seed=seed, known=known, **sampling)
+    else:
+        done = {row["conversation"] for row in shards.rows()}
+        mine = itertools.islice(
+            enumerate(conversations_of(prompts, split)), state.process_index, None, state.num_processes
         )
-        questions = [
-            head + turn[:-1] + header for head, turn in zip(heads, turns) if turn[-1] == eos and len(turn) > 4
-        ]
-        temperature = torch.where(torch.arange(len(questions)) % 2 == 0, 0.0, 1.0)
-        answers = sample_continuations(target, questions, eos, max_new_tokens, temperature, generator=generator)
-        for question, answer, warm in zip(questions, answers, temperature.tolist()):
-            yield {"input_ids": question + answer, "prompt_length": len(question), "temperature": warm}
-
-
-def write_conversations(path: str | os.PathLike, rows: Iterator[dict], tokens: int) -> int:
-    """Append rows to a jsonl file until it holds `tokens` token ids; returns how many it holds."""
-    path = Path(path)
-    held = sum(len(row["input_ids"]) for row in read_conversations(path)) if path.exists() else 0
-    with path.open("a") as file, tqdm(desc=f"Writing {path}", total=tokens, initial=held, unit=" tokens") as progress:
-        if held and not path.read_text().endswith("\n"):  # a line that was cut short
-            file.write("\n")
-        while held < tokens:
-            row = next(rows)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            held += len(row["input_ids"])
+        rest = ((number, messages) for number, messages in mine if number not in done)
+        rows = answered_anew(target, tokenizer, rest, seed=seed, **sampling)
+    with tqdm(desc=f"Writing {folder}", total=goal, initial=shards.num_tokens, unit=" tokens") as progress:
+        while goal is None or shards.num_tokens < goal:
+            row = next(rows, None)
+            if row is None:
+                break
+            shards.append(row)
             progress.update(len(row["input_ids"]))
-    return held
+    return shards.num_tokens
 
 
-def read_conversations(path: str | os.PathLike) -> list[dict]:
-    """The rows of a jsonl file; a last line that was cut short is dropped."""
-    rows = []
-    for line in Path(path).read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+def conversations_of(source: str | os.PathLike, split: str = "train") -> Iterator[list[dict[str, str]]]:
+    """
+    The conversations of a jsonl file or a data set, each once: rows with `messages` or `conversations` (a list of
+    `role` and `content`, or of `from` and `value`), or with a `prompt`.
+
+    Raises:
+        ValueError: the rows have none of these.
+    """
+    local = Path(source).suffix in (".json", ".jsonl")
+    dataset = (
+        load_dataset("json", data_files=str(source), split="train")
+        if local
+        else load_dataset(str(source), split=split)
+    )
+    column = next((name for name in ("messages", "conversations", "prompt") if name in dataset.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"{source} has the columns {dataset.column_names}; one of `messages`, `conversations`, `prompt` is needed."
+        )
+    seen = set()
+    for value in dataset[column]:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else [_message(m) for m in value]
+        said = json.dumps([message for message in messages if message["role"] != "assistant"])
+        if said not in seen:
+            seen.add(said)
+            yield messages
+
+
+def _message(message: dict[str, str]) -> dict[str, str]:
+    role = message.get("role") or message["from"]
+    return {
+        "role": {"human": "user", "gpt": "assistant"}.get(role, role),
+        "content": message["content"] if "content" in message else message["value"],
+    }
+
+
+def load_data(path: str | os.PathLike) -> Dataset:
+    """
+    The rows of a folder that [`write_data`] wrote, or of a jsonl file with `input_ids`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(path.glob("shard-*.jsonl"))
+    if not files:
+        raise ValueError(f"{path} holds no `shard-*.jsonl`; write some with `hf-dspark data`.")
+    for file in files:
+        _cut_off_unfinished_line(file)
+    rows = load_dataset("json", data_files=[str(file) for file in files], split="train")
+    if "input_ids" not in rows.column_names:
+        raise ValueError(f"{path} has the columns {rows.column_names}, but no `input_ids`; see `hf-dspark data`.")
     return rows
+
+
+class Shards:
+    """The shards of one process: rows are appended as they come, and a file of `SHARD_ROWS` rows is full."""
+
+    def __init__(self, folder: Path, process: int):
+        self.folder, self.process = folder, process
+        self.num_rows = self.num_tokens = 0
+        for file in self.files():
+            _cut_off_unfinished_line(file)
+        for row in self.rows():
+            self._count(row)
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"shard-{self.process:03d}-*.jsonl"))
+
+    def rows(self) -> Iterator[dict]:
+        for file in self.files():
+            with file.open() as lines:
+                yield from map(json.loads, lines)
+
+    def append(self, row: dict) -> None:
+        file = self.folder / f"shard-{self.process:03d}-{self.num_rows // SHARD_ROWS:05d}.jsonl"
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+        self._count(row)
+
+    def _count(self, row: dict) -> None:
+        self.num_rows += 1
+        self.num_tokens += len(row["input_ids"])
+
+
+def _cut_off_unfinished_line(file: Path) -> None:
+    """What a process that was stopped while it wrote has left."""
+    with file.open("rb+") as lines:
+        end = lines.seek(0, os.SEEK_END)
+        while end and (lines.seek(end - 1), lines.read(1))[1] != b"\n":
+            end -= 1
+        lines.truncate(end)
+
+
+def _check_settings(folder: Path, settings: dict) -> None:
+    """Write the settings beside the data, or hold them against those that are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = json.loads(json.dumps(settings))
+    file = folder / SETTINGS
+    if not file.exists():
+        scratch = folder / f".{SETTINGS}"
+        scratch.write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(scratch, file)
+        return
+    theirs = json.loads(file.read_text())
+    wrong = [
+        f"{name} was {theirs.get(name)!r}, not {value!r}"
+        for name, value in settings.items()
+        if theirs.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(f"{folder} holds data of other settings: {'; '.join(wrong)}. Choose another folder.")

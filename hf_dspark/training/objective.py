@@ -18,7 +18,9 @@ class DSparkLoss(ModelOutput):
     """
     Args:
         loss: the objective.
-        cross_entropy, total_variation, confidence: its three terms, weighted means over slots.
+        cross_entropy, total_variation, confidence: its three terms, means over blocks of the weighted slots. Slots
+            behind the end of a text count as 0, so that every block weighs the same in whatever batch it comes, and
+            the mean over processes or accumulated batches is that of one large batch.
         acceptance: mean probability per slot that a sampled draft token is accepted given its prefix, (γ,).
         acceptance_length: tokens per target forward that this makes, sampled at temperature 1 (teacher-forced).
         greedy_acceptance_length: the same for greedy drafts and verification.
@@ -33,10 +35,14 @@ class DSparkLoss(ModelOutput):
     greedy_acceptance_length: torch.Tensor | None = None
 
 
-def sample_anchors(lengths: torch.Tensor, num_anchors: int) -> torch.Tensor:
-    """Anchor positions (R, num_anchors) drawn from 1 … length - 2, so that each has a context and a next token."""
-    choices = (lengths - 2).clamp(min=1).unsqueeze(-1)
-    return 1 + (torch.rand(len(lengths), num_anchors, device=lengths.device) * choices).long()
+def sample_anchors(lengths: torch.Tensor, starts: torch.Tensor, num_anchors: int) -> torch.Tensor:
+    """
+    Anchor positions (R, num_anchors), drawn from where the answer starts to length - 2: as in generation, each has a
+    context and is a token of the answer, and a next token follows.
+    """
+    last = (lengths - 2).clamp(min=1).unsqueeze(-1)
+    first = starts.clamp(min=1).unsqueeze(-1).minimum(last)
+    return first + (torch.rand(len(lengths), num_anchors, device=lengths.device) * (last - first + 1)).long()
 
 
 def packed_positions(anchors: torch.Tensor, block_size: int, context_length: int) -> torch.Tensor:
@@ -86,6 +92,7 @@ class DSparkObjective(nn.Module):
         features: torch.Tensor,
         target_log_probs: torch.Tensor,
         target_choice: torch.Tensor,
+        prompt_lengths: torch.Tensor | None = None,
         anchors: torch.Tensor | None = None,
     ) -> DSparkLoss:
         """
@@ -94,12 +101,14 @@ class DSparkObjective(nn.Module):
             features: tapped hidden states of the target, (R, T, K * target_hidden_size).
             target_log_probs: log p of the draft vocabulary after each position, (R, T, V_d); p is normalised over V.
             target_choice: the target's greedy token after each position, in target ids, (R, T).
-            anchors: (R, N); drawn at random if absent.
+            prompt_lengths: where the answers start, (R,); 0 if absent.
+            anchors: (R, N); drawn at random in the answers if absent.
         """
         config, length = self.drafter.config, input_ids.shape[1]
         lengths = attention_mask.sum(-1)
         if anchors is None:
-            anchors = sample_anchors(lengths, self.num_anchors)
+            starts = torch.zeros_like(lengths) if prompt_lengths is None else prompt_lengths
+            anchors = sample_anchors(lengths, starts, self.num_anchors)
         hidden = self._block_hidden(input_ids, features, anchors)  # (R, N, B, H)
 
         # Slot k knows the token at a + k and predicts the one after it; a + k runs over `places`.
@@ -135,8 +144,8 @@ class DSparkObjective(nn.Module):
         )
 
         slots = torch.arange(config.num_draft_tokens, device=anchors.device)
-        weight = torch.exp(-slots / self.position_decay) * valid
-        weight = weight / weight.sum().clamp(min=1)
+        weight = torch.exp(-slots / self.position_decay)
+        weight = weight / weight.sum() * valid / anchors.numel()
         terms = {
             "cross_entropy": (weight * cross_entropy).sum(),
             "total_variation": (weight * total_variation).sum(),

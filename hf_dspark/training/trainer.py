@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils.data import Dataset
@@ -15,12 +15,13 @@ from .objective import DSparkLoss, DSparkObjective
 
 
 def pad_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
-    """Right-padded `input_ids` and `attention_mask` (R, T) of rows with `input_ids`."""
+    """Right-padded `input_ids` and `attention_mask` (R, T) of rows with `input_ids`, and `prompt_lengths` (R,)."""
     sequences = [torch.as_tensor(row["input_ids"]) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     return {
         "input_ids": pad(sequences, batch_first=True),
         "attention_mask": pad([torch.ones_like(sequence) for sequence in sequences], batch_first=True),
+        "prompt_lengths": torch.tensor([row.get("prompt_length", 0) for row in rows]),
     }
 
 
@@ -53,7 +54,7 @@ def config_for(target: PreTrainedModel, mask_token_id: int, num_taps: int = 5, *
     )
 
 
-def prune_vocabulary(drafter: DSparkModel, sequences: Sequence[Sequence[int]]) -> float:
+def prune_vocabulary(drafter: DSparkModel, sequences: Iterable[Sequence[int]]) -> float:
     """
     Point the drafter's `draft_vocab_size` slots at the tokens that occur most in `sequences`, lower ids first among
     equals (a byte-pair vocabulary is ordered by frequency).
@@ -115,7 +116,7 @@ class DSparkTrainer(Trainer):
         drafter = self.drafter
         drafter.bind(self.target)  # a resumed checkpoint may have brought another draft vocabulary
         with TargetTaps(self.target, drafter.config.target_layer_ids) as taps:
-            logits = self.target(**inputs, use_cache=False).logits
+            logits = self.target(inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
             features = taps.take(drafter.device, drafter.dtype)
         normaliser = torch.stack([row.float().logsumexp(-1, keepdim=True) for row in logits])
         ids = drafter.draft_token_ids
