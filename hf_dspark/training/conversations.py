@@ -75,8 +75,8 @@ def self_written(
             return Continuation(
                 questions.popleft(), max_new_tokens, temperatures[answered % len(temperatures)], about="answer"
             )
-        opening = torch.randint(len(openings), (), generator=generator, device=target.device).item()
-        return Continuation(openings[opening], max_prompt_tokens, temperature=1.0, about="question")
+        opening = openings[int(torch.randint(len(openings), (), generator=generator, device=target.device))]
+        return Continuation(opening, max_prompt_tokens, temperature=1.0, about="question")
 
     for written in continuations(target, next_prompt, eos, batch_size, top_k, generator):
         if written.about == "answer":
