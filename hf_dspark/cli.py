@@ -183,5 +183,58 @@ def evaluate(
         json_file.write_text(json.dumps({"sets": results}, indent=2))
 
 
+Folder = Annotated[Path, typer.Argument(help="Folder of the drafter.")]
+Report = Annotated[Path | None, typer.Option(help="What `eval --json` wrote (default: the folder's eval.json).")]
+License = Annotated[str | None, typer.Option(help="License of the weights, as the Hub abbreviates it.")]
+BaseModel = Annotated[str | None, typer.Option(help="Hub repository of the target, if the drafter does not know it.")]
+
+
+def _checked(folder: Path, report: Path | None) -> None:
+    """Refuse a folder that holds no whole drafter; put the report into it."""
+    from .hub import keep_report, read_report
+    from .modeling_dspark import DSparkModel
+
+    results = None if report is None else read_report(report)
+    DSparkModel.from_pretrained(folder)
+    if results is not None:
+        keep_report(folder, results)
+
+
+@app.command()
+def card(folder: Folder, report: Report = None, license: License = None, base_model: BaseModel = None) -> None:
+    """Write a drafter's model card, from its config, training record and evaluation report."""
+    from .hub import CARD, write_card
+
+    try:
+        _checked(folder, report)
+        write_card(folder, base_model=base_model, license=license)
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(folder / CARD)
+
+
+@app.command()
+def push(
+    folder: Folder,
+    repo_id: Annotated[str, typer.Argument(help="Where to: `name`, or `organization/name`.")],
+    private: Annotated[bool | None, typer.Option(help="Visibility of a new repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch (default: main).")] = None,
+    report: Report = None,
+    license: License = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Upload a drafter to the Hub, with its model card; training state and data stay here."""
+    from . import hub
+
+    try:
+        _checked(folder, report)
+        address = hub.push(folder, repo_id, private, revision=revision, base_model=base_model, license=license)
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(address)
+
+
 if __name__ == "__main__":
     app()

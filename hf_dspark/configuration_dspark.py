@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
 HeadType = Literal["vanilla", "gated", "rnn"]
@@ -34,6 +36,7 @@ class DSparkConfig(PreTrainedConfig):
         enable_confidence_head: whether each draft token comes with a predicted acceptance probability.
         confidence_head_with_markov: whether that head also reads the embedding of the previous token.
         has_embed_tokens, has_lm_head: whether the checkpoint has its own; otherwise the target's are used.
+        base_model: the target's repository on the Hub, when it has one (never a folder).
     """
 
     model_type = "dspark"
@@ -69,6 +72,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = True
     has_embed_tokens: bool = False
     has_lm_head: bool = False
+    base_model: str | None = None
 
     def __post_init__(self, **kwargs):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -98,6 +102,18 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(
                 f"`draft_vocab_size` {self.draft_vocab_size} is not between 1 and `vocab_size` {self.vocab_size}."
             )
+
+        if self.base_model is not None:
+            try:
+                validate_repo_id(self.base_model)
+            except HFValidationError as error:
+                raise ValueError(
+                    f"`base_model` is the target's repository on the Hub, such as `org/name`, not {self.base_model!r}."
+                ) from error
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Nothing: this is no code of a repository's own, and saving is not to copy it into one."""
 
     @property
     def num_draft_tokens(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
-from transformers.utils import ModelOutput
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file
 
+from . import hub
 from .backbone.context_cache import ContextCache
 from .backbone.qwen3 import DSparkDecoderLayer
 from .checkpoints import read_config, tensor_shapes
+from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, ConfidenceHead
 
@@ -93,15 +95,24 @@ class DSparkModel(PreTrainedModel):
         Raises:
             ValueError: the checkpoint is of an unknown format, or its tensors are not those that its config calls for.
         """
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        kwargs["revision"] = resolve_revision(pretrained_model_name_or_path, **kwargs)
+        hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         if config is None:
-            config_dict = read_config(pretrained_model_name_or_path, **hub)
+            config_dict = read_config(pretrained_model_name_or_path, **hub_arguments)
+            dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))  # "auto" is nothing for a config
             config, kwargs = DSparkConfig.from_dict(config_dict, return_unused_kwargs=True, **kwargs)
-        cls._check_tensors(config, pretrained_model_name_or_path, hub)
+            if dtype is not None:
+                kwargs["dtype"] = dtype
+        cls._check_tensors(config, pretrained_model_name_or_path, hub_arguments)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        with suppress(OSError):  # without a generation_config.json: the defaults
-            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        if cached_file(
+            pretrained_model_name_or_path,
+            GENERATION_CONFIG_NAME,
+            _raise_exceptions_for_missing_entries=False,
+            **hub_arguments,
+        ):
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
         return loaded
 
     @classmethod
@@ -124,29 +135,90 @@ class DSparkModel(PreTrainedModel):
                 "tensors; nothing is ever initialised at random."
             )
 
-    def save_pretrained(self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        report: str | os.PathLike | None = None,
+        license: str | None = None,
+        **kwargs,
+    ) -> None:
         """
         As [`~transformers.PreTrainedModel.save_pretrained`]; weights borrowed from the target are left out. A file
         appears in `save_directory` only when it is whole.
+
+        A model card is written as well, by [`hub.write_card`], from what lies in the folder: `training.json`, and
+        `eval.json`, which is `report` if that is given. A report on weights that were there before is set aside, as
+        `eval.previous.json`.
+
+        Args:
+            push_to_hub: upload the folder, too, by [`hub.push`], which gets its own arguments from `kwargs`.
+            repo_id: where to (default: the folder's name).
+            report: what `hf-dspark eval --json` wrote about this drafter.
+            license: one of the Hub's license identifiers, for the card.
+
+        Raises:
+            ValueError: `report` is no such report.
         """
+        results = None if report is None else hub.read_report(report)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", folder.name)
+        push_arguments = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if name in kwargs}
         if state_dict is None:
             state_dict = self.state_dict()
             for name in ("embed_tokens", "lm_head"):
                 if (own := self._own_weight(name)) is not None:
                     state_dict[f"{name}.weight"] = own
+        self.config.auto_map = dict(hub.AUTO_MAP)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             self.generation_config.save_pretrained(scratch)
             super().save_pretrained(scratch, state_dict=state_dict, **kwargs)
+            if not kwargs.get("is_main_process", True):
+                return
+            shutil.copy(hub.TEMPLATES / hub.STUB, scratch)
             files = {file.name: file for file in Path(scratch).iterdir()}
             for name, file in files.items():
                 os.replace(file, folder / name)
-        for weights in folder.glob("model*.safetensors*"):  # shards of what was there before
+        for weights in folder.glob(hub.WEIGHTS):  # shards of what was there before
             if weights.name not in files:
                 weights.unlink()
+        hub.keep_report(folder, results)
+        hub.write_card(folder, license=license)
+        if push_to_hub:
+            hub.push(folder, repo_id or folder.name, license=license, **push_arguments)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        report: str | os.PathLike | None = None,
+        license: str | None = None,
+        max_shard_size: int | str = "50GB",
+        **kwargs,
+    ) -> str:
+        """
+        Upload config, weights, generation config and model card. A folder with records of its own, such as the one
+        that training writes, is uploaded by [`hub.push`].
+
+        Args:
+            repo_id: `name`, or `organization/name`.
+            report: what `hf-dspark eval --json` wrote about this drafter, for the card.
+            license: one of the Hub's license identifiers, for the card.
+            kwargs: `private`, `token`, `revision`, `create_pr`, `commit_message`, `commit_description` and `tags`, as
+                [`hub.push`] takes them.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            ValueError: `report` is no such report.
+            OSError: the Hub refused, or could not be reached.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, report=report, license=license, max_shard_size=max_shard_size)
+            return hub.push(folder, repo_id, license=license, **kwargs)
 
     # The target
 
@@ -292,7 +364,5 @@ class DSparkModel(PreTrainedModel):
         return F.pad(anchor, (0, self.config.block_size - 1), value=self.config.mask_token_id)
 
 
-_HUB_ARGUMENTS = (
-    *("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies"),
-    "trust_remote_code",
-)
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_PUSH_ARGUMENTS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description", "tags")

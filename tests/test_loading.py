@@ -207,6 +207,8 @@ def test_from_pretrained_takes_the_usual_arguments(tmp_path):
     )
     assert drafter.dtype == torch.bfloat16
     assert drafter.config._attn_implementation == "eager"
+    drafter.save_pretrained(tmp_path)
+    assert DSparkModel.from_pretrained(tmp_path, dtype="auto", device_map="auto").dtype == torch.bfloat16
     model, info = DSparkModel.from_pretrained(tmp_path, output_loading_info=True)
     assert isinstance(model, DSparkModel) and not info["missing_keys"]
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)

@@ -18,9 +18,12 @@ def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
     `DSparkConfig` fields of the checkpoint at `path` (a folder or a Hub repository), in whichever format it is.
 
     Raises:
+        OSError: there is no such folder or repository, or no config in it.
         ValueError: no known format, or one that cannot be read.
     """
     config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
+    if not config:
+        raise OSError(f"{path} has no config.json; if the drafter is in a folder within it, name that as `subfolder`.")
     for checkpoint_format in FORMATS:
         if checkpoint_format.recognises(config):
             return checkpoint_format.translate(config, tensor_shapes(path, **hub_arguments))
@@ -38,7 +41,6 @@ def is_drafter(path: str | os.PathLike, **hub_arguments) -> bool:
 
 def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a safetensors checkpoint, read from the headers alone."""
-    hub_arguments.pop("trust_remote_code", None)
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_arguments)
     if index is None:
         files = [SAFE_WEIGHTS_NAME]
