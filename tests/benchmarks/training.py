@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import target_folder
-from hf_dspark.training.conversations import self_written, user_turn_prompts
+from hf_dspark.training.conversations import answer_header, self_written, user_turn_prompts
 from hf_dspark.training.recipe import load_target, unused_token
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences
 
@@ -33,12 +33,14 @@ def decoding_rate(target, tokenizer, batch_size: int, tokens: int = 160) -> floa
 
 
 def writing_rate(target, tokenizer, batch_size: int, rows: int) -> tuple[float, list[dict]]:
-    """Tokens per second of text that the target writes itself, after the batch has mixed; and the text."""
+    """Tokens per second that the target writes (without its template) once the batch has mixed, and the text."""
+    template = len(user_turn_prompts(tokenizer, ("",))[0]) + len(answer_header(tokenizer))
     source = self_written(target, tokenizer, batch_size=batch_size)
     list(itertools.islice(source, 2 * batch_size))
     begin = time.perf_counter()
     written = list(itertools.islice(source, rows))
-    return sum(len(row["input_ids"]) for row in written) / (time.perf_counter() - begin), written
+    seconds = time.perf_counter() - begin
+    return sum(len(row["input_ids"]) - template for row in written) / seconds, written
 
 
 def training_split(target, tokenizer, rows: list[dict], steps: int) -> dict[str, float]:
@@ -46,7 +48,8 @@ def training_split(target, tokenizer, rows: list[dict], steps: int) -> dict[str,
     config = config_for(target, unused_token(tokenizer), num_hidden_layers=2, block_size=5, draft_vocab_size=8192)
     drafter = DSparkModel(config).to(target.device)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = DSparkTrainer(drafter, target, TrainingArguments(scratch, report_to=[], max_steps=steps), rows, num_anchors=96)
+        arguments = TrainingArguments(scratch, report_to=[], max_steps=steps)
+        trainer = DSparkTrainer(drafter, target, arguments, rows, num_anchors=96)
         trainer.create_optimizer_and_scheduler(steps)
     parts: dict[str, list[float]] = {name: [] for name in ("target", "drafter forward", "backward", "optimizer")}
     tokens = 0
