@@ -8,6 +8,11 @@ from transformers import QuantizedCache
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+try:
+    from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+except ImportError:
+    DFlashTokenCandidateGenerator = None
+
 # The name under which models take and return their cache.
 CACHE = "cache" if any(f.name == "cache" for f in dataclasses.fields(GenerateDecoderOnlyOutput)) else "past_key_values"
 
