@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 Conversation = list[dict[str, str]]
 
 RANDOM_TOKENS = (
-    "Acceptance on random tokens says nothing of real text: what a target makes of them, above all repetition, is far "
-    "easier or harder to draft. Use prompts that people wrote."
+    "Acceptance on random tokens says nothing about text: what a target makes of them is far easier or harder to "
+    "draft. Use prompts that somebody wrote."
 )
-SHORTEST, LONGEST = 32, 128  # tokens of a prompt that tell whether it is text; of shorter ones it is taken for granted
+SHORTEST, LONGEST = 32, 64  # tokens of a prompt that tell whether it is text; of shorter ones it is taken for granted
 RANDOM_SHARE = 0.75  # of the surprise at uniformly drawn tokens; text of any kind, code and tables too, is below half
 
 
@@ -83,17 +83,16 @@ def check_text(
         ValueError: which prompt is no text.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(tokenizer), (1, LONGEST), generator=generator)
-    most = RANDOM_SHARE * surprise(target, drawn)
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    at_random = surprise(target, torch.randint(vocabulary, (1, LONGEST), generator=generator))
     for name, conversations in sets.items():
         for number, messages in enumerate(conversations, 1):
             text = "\n".join(message["content"] for message in messages)
             ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :LONGEST]
-            if ids.shape[1] >= SHORTEST and (found := surprise(target, ids)) > most:
+            if ids.shape[1] >= SHORTEST and (found := surprise(target, ids)) > RANDOM_SHARE * at_random:
                 raise ValueError(
-                    f"Prompt {number} of {name} looks like random tokens: the target expects it as little "
-                    f"({found:.1f} nats a token) as tokens drawn at random ({most / RANDOM_SHARE:.1f}). "
-                    f"{RANDOM_TOKENS}"
+                    f"Prompt {number} of {name} looks like random tokens: it surprises the target ({found:.1f} nats a "
+                    f"token) about as much as tokens drawn at random ({at_random:.1f}). {RANDOM_TOKENS}"
                 )
 
 
