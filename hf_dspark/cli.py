@@ -133,24 +133,30 @@ def evaluate(
         sets = read_sets(prompts, limit)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
+    if not isinstance(dtype_of_both := getattr(torch, dtype, None), torch.dtype):
+        raise typer.BadParameter(f"{dtype} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder := target_folder(target), dtype=getattr(torch, dtype))
-    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=getattr(torch, dtype))
+    folder = target_folder(target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of_both).eval().to(device)
+    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=dtype_of_both).eval().to(device)
     if num_assistant_tokens is not None:
         draft_model.generation_config.num_assistant_tokens = num_assistant_tokens
     if confidence_threshold is not None:
         draft_model.generation_config.assistant_confidence_threshold = confidence_threshold
-    reports = evaluate(
-        model.eval().to(device),
-        AutoTokenizer.from_pretrained(folder),
-        draft_model.eval().to(device),
-        sets,
-        max_new_tokens=max_new_tokens,
-        baselines=baselines,
-        seed=seed,
-        target_name=REPOSITORY if target == "smollm2" else name_of(target),
-        drafter_name=name_of(drafter or DRAFTER),
-    )
+    try:
+        reports = evaluate(
+            model,
+            AutoTokenizer.from_pretrained(folder),
+            draft_model,
+            sets,
+            max_new_tokens=max_new_tokens,
+            baselines=baselines,
+            seed=seed,
+            target_name=REPOSITORY if target == "smollm2" else name_of(target),
+            drafter_name=name_of(drafter or DRAFTER),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     for report in reports:  # one set more each time
         if json_file is not None:
             report.save(json_file)

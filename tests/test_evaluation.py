@@ -136,6 +136,12 @@ def test_what_transformers_dflash_cannot_run(fields, reason):
     assert reason in dflash_misfit(target, tiny_drafter(target, **fields))
 
 
+def test_transformers_dflash_scales_the_embeddings_of_some_targets():
+    target = tiny_target("gemma3_text")
+    drafter = tiny_drafter(target, sample_from_anchor=False, target_layer_ids=[0, 2])
+    assert "scales" in dflash_misfit(target, drafter)
+
+
 def test_the_dflash_of_transformers_drafts_what_the_drafter_does_without_its_head():
     target = tiny_target("qwen3", seed=3, vocab_size=8)
     drafter = tiny_drafter(target, seed=4, sample_from_anchor=False, target_layer_ids=[0, 2])
@@ -249,7 +255,7 @@ def test_sampling_is_reproducible(tokenizer):
 def test_a_tokenizer_without_chat_template_is_refused(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        next(small_evaluation(tokenizer, tiny_drafter(tiny_target("llama"))))
+        small_evaluation(tokenizer, tiny_drafter(tiny_target("llama")))
 
 
 # Command line
@@ -334,6 +340,16 @@ def test_bad_requests_are_refused_at_once(tmp_path, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = runner.invoke(app, [*command, "--report", str(tmp_path / "c")])
     assert result.exit_code == 2 and "hf-dspark[report]" in result.output
+
+
+def test_settings_that_do_not_fit_the_drafter_are_refused_before_anything_is_measured(command, monkeypatch):
+    monkeypatch.setattr(measurement, "answer", lambda *args, **kwargs: pytest.fail())
+    for wrong, message in (
+        (["--num-assistant-tokens", "9"], "drafts 0 to 5 tokens"),
+        (["--dtype", "float33"], "float33 is no dtype"),
+    ):
+        result = runner.invoke(app, [*command, *wrong])
+        assert result.exit_code == 2 and message in " ".join(result.output.replace("│", "").split())
 
 
 def test_the_command_line_lists_its_commands():

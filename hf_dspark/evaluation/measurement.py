@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.generation import BaseStreamer
 
-from ..generation.trace import Round, trace
+from ..generation.trace import Round, acceptance_length, trace
 from ..modeling_dspark import DSparkModel
 from ..version import __version__
 from .acceptance import (
@@ -89,60 +90,56 @@ def evaluate(
         seed: of the sampling; prompt `n` is answered with seed `seed + n`.
         target_name, drafter_name: what the report calls them (default: what they were loaded from).
 
-    Yields:
-        The report, after every set that was added to it.
+    Returns:
+        An iterator over the report, which grows by one set each time.
 
     Raises:
-        ValueError: the drafter does not fit the target, or a prompt is random tokens.
+        ValueError: the drafter does not fit the target, its settings do not fit the drafter, the target has no chat
+            template, or a prompt is random tokens; all before anything is measured.
     """
     drafter.check_target(target)
     variants, reasons = variants_for(target, drafter, baselines)
-    report = Report(
-        target_name or target.name_or_path,
-        drafter_name or drafter.name_or_path,
-        machine_of(target),
-        Settings(
-            max_new_tokens,
-            drafter.config.num_draft_tokens,
-            drafter.generation_config.num_assistant_tokens,
-            drafter.generation_config.assistant_confidence_threshold,
-            seed,
-        ),
-        reasons,
-    )
     if tokenizer.chat_template is None:
-        raise ValueError("The target's tokenizer has no chat template, which says how prompts are put to it.")
+        raise ValueError("The target's tokenizer has no chat template, which says how prompts are put to the target.")
     check_text(target, tokenizer, sets)
-    warm_up = next(iter(sets.values()))[0]
-    for variant in variants.values():
-        answer(target, tokenizer, drafter, variant, warm_up, max_new_tokens=16, **GREEDY)
+    scheduling = drafter.generation_config
+    report = Report(
+        target=target_name or target.name_or_path,
+        drafter=drafter_name or drafter.name_or_path,
+        machine=machine_of(target),
+        settings=Settings(
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=drafter.config.num_draft_tokens,
+            num_assistant_tokens=scheduling.num_assistant_tokens,
+            assistant_confidence_threshold=scheduling.assistant_confidence_threshold,
+            seed=seed,
+        ),
+        not_applicable=reasons,
+    )
 
-    with Progress(transient=True) as progress:
-        total = 2 * len(variants) * sum(map(len, sets.values()))
-        task = progress.add_task("", total=total)
-        for name, conversations in sets.items():
-            results = []
-            for regime, arguments in (("greedy", GREEDY), ("sample", SAMPLE)):
-                progress.update(task, description=f"{name}, {regime}")
-                answers: dict[str, list[Answer]] = {variant: [] for variant in variants}
-                for number, messages in enumerate(conversations):
-                    for variant in rotated(list(variants), number):
-                        set_seed(seed + number)
-                        answers[variant].append(
-                            answer(
-                                target,
-                                tokenizer,
-                                drafter,
-                                variants[variant],
-                                messages,
-                                max_new_tokens=max_new_tokens,
-                                **arguments,
+    def reports() -> Iterator[Report]:
+        respond = partial(answer, target, tokenizer, drafter)
+        for variant in variants.values():
+            respond(variant, next(iter(sets.values()))[0], max_new_tokens=16, **GREEDY)  # warm up
+        with Progress(transient=True) as progress:
+            task = progress.add_task("", total=2 * len(variants) * sum(map(len, sets.values())))
+            for name, conversations in sets.items():
+                results = {}
+                for regime, arguments in (("greedy", GREEDY), ("sample", SAMPLE)):
+                    progress.update(task, description=f"{name}, {regime}")
+                    answers: dict[str, list[Answer]] = {variant: [] for variant in variants}
+                    for number, messages in enumerate(conversations):
+                        for variant in rotated(list(variants), number):
+                            set_seed(seed + number)
+                            answers[variant].append(
+                                respond(variants[variant], messages, max_new_tokens=max_new_tokens, **arguments)
                             )
-                        )
-                        progress.advance(task)
-                results.append(summarise(answers, drafter.config.num_draft_tokens, arguments["do_sample"]))
-            report.sets[name] = SetResults(*results)
-            yield report
+                            progress.advance(task)
+                    results[regime] = summarise(answers, drafter.config.num_draft_tokens, arguments["do_sample"])
+                report.sets[name] = SetResults(**results)
+                yield report
+
+    return reports()
 
 
 def rotated(items: list, turns: int) -> list:
@@ -182,7 +179,7 @@ def summarise(answers: dict[str, list[Answer]], slots: int, do_sample: bool) -> 
     """The measures of one set, from the answers of every way of decoding; `slots` is the drafter's block of drafts."""
     speeds = {name: speed(of_variant, answers["plain"], do_sample) for name, of_variant in answers.items()}
     ours = speeds["drafter"]
-    rounds = all_rounds(answers["drafter"])
+    rounds = [a_round for one in answers["drafter"] for a_round in one.rounds]
     return Results(
         prompts=len(answers["plain"]),
         acceptance_length=ours.acceptance_length,
@@ -218,19 +215,14 @@ def spread(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def all_rounds(answers: Sequence[Answer]) -> list[Round]:
-    return [a_round for one in answers for a_round in one.rounds]
-
-
 def full_block_results(answers: Sequence[Answer], slots: int) -> FullBlocks:
     """Acceptance by position, confidence and thresholds, from answers that verified all that was drafted."""
-    rounds = all_rounds(answers)
-    steps = [size for one in answers for size in one.steps]
-    conditional = conditional_acceptance(rounds, slots)
     by_prompt = [one.rounds for one in answers]
+    rounds = [a_round for several in by_prompt for a_round in several]
+    conditional = conditional_acceptance(rounds, slots)
     confident = any(a_round.confidence for a_round in rounds)
     return FullBlocks(
-        acceptance_length=sum(steps) / len(steps) if steps else None,
+        acceptance_length=acceptance_length(rounds) if rounds else None,
         verification_waste=verification_waste(rounds),
         judged=[len(flags) for flags in judged_by_position(rounds, slots)],
         conditional_acceptance=conditional,

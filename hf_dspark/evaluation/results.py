@@ -108,7 +108,8 @@ class TimeSplit:
     Args:
         rounds: how many were timed.
         draft_ms: the backbone's pass over a block and the output head, mean milliseconds per round.
-        head_ms: sequential and confidence heads, processors, choice of the draft tokens.
+        head_ms: sequential head, confidence head (asked even where the scheduler does not need it), processors,
+            choice of the draft tokens.
         verify_ms: the target's forward pass over the draft.
         rest_ms: judging the draft, stopping criteria, caches, arguments.
         head_share: share of `head_ms` in the round.

@@ -120,7 +120,8 @@ class DFlashBackbone(nn.Module):
 
     def __init__(self, drafter: DSparkModel):
         super().__init__()
-        self.config = drafter.config
+        self.config = copy.deepcopy(drafter.config)
+        self.config.layer_types = []  # the generator's own cache, which would hold blocks, too, stays without layers
         self._backbone = copy.copy(drafter)
         self._backbone.embed = lambda embeddings: embeddings  # type: ignore[method-assign, assignment]
         self._cache = ContextCache()
@@ -132,7 +133,7 @@ class DFlashBackbone(nn.Module):
     def forward(
         self, noise_embeds: torch.Tensor, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, **theirs
     ) -> DSparkOutput:
-        """One block; of the generator's own cache, which also holds blocks, nothing is used."""
+        """Final hidden states of one block (1, B, hidden_size); `theirs` is the generator's mask and cache."""
         return self._backbone(noise_embeds, context_hidden_states, position_ids, cache=self._cache)
 
 
