@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -123,23 +123,35 @@ def evaluate(
             respond(variant, next(iter(sets.values()))[0], max_new_tokens=16, **GREEDY)  # warm up
         with Progress(transient=True) as progress:
             task = progress.add_task("", total=2 * len(variants) * sum(map(len, sets.values())))
+            advance = partial(progress.advance, task)
             for name, conversations in sets.items():
                 results = {}
-                for regime, arguments in (("greedy", GREEDY), ("sample", SAMPLE)):
+                for regime, sampling in (("greedy", GREEDY), ("sample", SAMPLE)):
                     progress.update(task, description=f"{name}, {regime}")
-                    answers: dict[str, list[Answer]] = {variant: [] for variant in variants}
-                    for number, messages in enumerate(conversations):
-                        for variant in rotated(list(variants), number):
-                            set_seed(seed + number)
-                            answers[variant].append(
-                                respond(variants[variant], messages, max_new_tokens=max_new_tokens, **arguments)
-                            )
-                            progress.advance(task)
-                    results[regime] = summarise(answers, drafter.config.num_draft_tokens, arguments["do_sample"])
+                    this_way = partial(respond, max_new_tokens=max_new_tokens, **sampling)
+                    answers = side_by_side(this_way, variants, conversations, seed, advance)
+                    results[regime] = summarise(answers, drafter.config.num_draft_tokens, sampling["do_sample"])
                 report.sets[name] = SetResults(**results)
                 yield report
 
     return reports()
+
+
+def side_by_side(
+    respond: Callable[[Variant, Conversation], Answer],
+    variants: dict[str, Variant],
+    conversations: list[Conversation],
+    seed: int,
+    advance: Callable[[], None],
+) -> dict[str, list[Answer]]:
+    """The answers of every variant to every conversation, in turns of who is first; `advance` is called for each."""
+    answers: dict[str, list[Answer]] = {name: [] for name in variants}
+    for number, messages in enumerate(conversations):
+        for name in rotated(list(variants), number):
+            set_seed(seed + number)
+            answers[name].append(respond(variants[name], messages))
+            advance()
+    return answers
 
 
 def rotated(items: list, turns: int) -> list:
