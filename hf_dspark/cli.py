@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
+import rich
 import torch
 import typer
 
@@ -20,6 +19,11 @@ def target_folder(name: str) -> str:
 
         return str(smollm2())
     return name
+
+
+def name_of(model: str | Path) -> str:
+    """What a report calls a model: its repository, or the name of its folder."""
+    return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
 Target = Annotated[str, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")]
@@ -138,49 +142,72 @@ def train(
 def evaluate(
     target: Target,
     prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub repository of the drafter.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only so many prompts of each file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 256,
-    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; default: 0 and 1.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    width: Annotated[
-        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's).")
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 256,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
+    ] = None,
+    baselines: Annotated[bool, typer.Option(help="Compare with prompt lookup and DFlash, too.")] = True,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+    report_folder: Annotated[
+        Path | None, typer.Option("--report", help="Write a report with plots and the results there.")
+    ] = None,
+    seed: int = 0,
 ) -> None:
-    """Measure acceptance length and speed on sets of prompts, with and without the drafter, interleaved."""
+    """Measure a drafter on sets of prompts: acceptance, speed, confidence; greedy and at temperature 1."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .demo import DRAFTER
-    from .evaluation.speed import compare_sets
+    from .demo import DRAFTER, REPOSITORY
+    from .evaluation.measurement import evaluate, summary
+    from .evaluation.prompts import read_sets
     from .modeling_dspark import DSparkModel
 
+    if report_folder is not None:
+        try:
+            from .evaluation.report import write_report
+        except ImportError as error:
+            raise typer.BadParameter(f"A report needs {error.name}: pip install 'hf-dspark[report]'.") from error
+    try:
+        sets = read_sets(prompts, limit)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error
+    if not isinstance(dtype_of_both := getattr(torch, dtype, None), torch.dtype):
+        raise typer.BadParameter(f"{dtype} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     folder = target_folder(target)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=getattr(torch, dtype)).eval()
-    if width is not None:
-        draft_model.generation_config.num_assistant_tokens = width
-    results: dict[str, dict[str, dict]] = {}
-    typer.echo("| set | temperature | acceptance length | plain tokens/s | drafted | speed-up (quartiles) | equal |")
-    typer.echo("|---|---|---|---|---|---|---|")
-    for name, warmth, result in compare_sets(
-        model,
-        AutoTokenizer.from_pretrained(folder),
-        draft_model,
-        prompts,
-        limit,
-        tuple(temperature or (0.0, 1.0)),
-        max_new_tokens,
-    ):
-        results.setdefault(name, {})[str(warmth)] = dataclasses.asdict(result)
-        low, high = result.speedup_quartiles
-        typer.echo(
-            f"| {name} | {warmth:g} | {result.acceptance_length:.2f} | {result.plain_tokens_per_second:.1f} | "
-            f"{result.tokens_per_second:.1f} | {result.speedup:.2f} ({low:.2f}-{high:.2f}) | "
-            f"{f'{result.equal}/{result.prompts}' if not warmth else ''} |"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of_both).eval().to(device)
+    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=dtype_of_both).eval().to(device)
+    if num_assistant_tokens is not None:
+        draft_model.generation_config.num_assistant_tokens = num_assistant_tokens
+    if confidence_threshold is not None:
+        draft_model.generation_config.assistant_confidence_threshold = confidence_threshold
+    try:
+        reports = evaluate(
+            model,
+            AutoTokenizer.from_pretrained(folder),
+            draft_model,
+            sets,
+            max_new_tokens=max_new_tokens,
+            baselines=baselines,
+            seed=seed,
+            target_name=REPOSITORY if target == "smollm2" else name_of(target),
+            drafter_name=name_of(drafter or DRAFTER),
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps({"sets": results}, indent=2))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for report in reports:  # one set more each time
+        if json_file is not None:
+            report.save(json_file)
+        if report_folder is not None:
+            write_report(report, report_folder)
+    rich.print(summary(report))
 
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the drafter.")]

@@ -11,6 +11,11 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import hub
 
+try:
+    from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+except ImportError:
+    DFlashTokenCandidateGenerator = None
+
 # The name under which models take and return their cache.
 CACHE = "cache" if any(f.name == "cache" for f in dataclasses.fields(GenerateDecoderOnlyOutput)) else "past_key_values"
 

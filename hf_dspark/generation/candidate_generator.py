@@ -10,7 +10,7 @@ from transformers.generation import CandidateGenerator
 from ..modeling_dspark import DSparkModel
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 from .draft_context import DraftContext
-from .trace import Round
+from .trace import Clock, Round
 
 
 def scheduler_of(drafter: DSparkModel) -> Scheduler:
@@ -50,6 +50,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: the processors and warpers of this request.
         do_sample: draw the draft tokens, or take the most likely.
         max_length: length at which the sequence ends.
+        clock: times the rounds.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         do_sample: bool,
         max_length: int,
+        clock: Clock,
     ):
         self.drafter = drafter
         self.device = drafter.device
@@ -69,6 +71,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.logits_processor = logits_processor
         self.do_sample = do_sample
         self.max_length = max_length
+        self.clock = clock
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
 
@@ -81,6 +84,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             The sequence with the draft (1, length + ℓ), and when sampling the scores (1, ℓ, V) of the draft, `None` if
             it is empty.
         """
+        self.clock.lap("rest")
         room = self.max_length - input_ids.shape[1] - 1  # the verification adds a token of the target's own
         start = input_ids.shape[1]
         self._draft, self._confidences = input_ids[:, :0], []
@@ -96,6 +100,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 _, state = head.step(self._embedding(input_ids), slots[0], state)
             slots = slots[1:]
         base_logits = drafter.base_logits(torch.stack(slots, dim=1))
+        self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
         for k, h in enumerate(slots[:room]):
@@ -111,6 +116,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
+        self.clock.lap("head")
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
@@ -143,7 +149,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return scores.argmax(-1, keepdim=True), scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
-        """Record how many tokens of the last draft were accepted."""
+        """Record how many tokens of the last draft were accepted, and start the clock for the next."""
         if self.drafter.rounds is not None and self._draft is not None:
             draft = self._draft[0].tolist()
-            self.drafter.rounds.append(Round(draft, self._confidences[: len(draft)], num_matches))
+            ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
+            self.clock.lap("rest")
+            self.drafter.rounds.append(
+                Round(draft, self._confidences[: len(draft)], num_matches, ended, self.clock.seconds)
+            )
+        self.clock.restart()

@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import (
     _prepare_position_ids,
     _prepare_token_type_ids,
 )
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
@@ -26,6 +26,7 @@ from ..taps import TargetTaps
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
 from .outputs import GenerationRecord
+from .trace import Clock
 from .verification import verify
 
 logger = logging.get_logger(__name__)
@@ -72,8 +73,16 @@ def speculative_decoding(
         context = opening_context(target, drafter, taps, input_ids, cache, held, features.shape[1], prompt_mask)
         if prompt_mask is not None:
             features = features[:, prompt_mask[0, -features.shape[1] :].bool().to(features.device)]
+        devices = (parameter.device for model in (target, drafter) for parameter in model.parameters())
+        clock = Clock(devices, running=drafter.rounds is not None)
         generator = DSparkCandidateGenerator(
-            drafter, context, scheduler, logits_processor, generation_config.do_sample, generation_config.max_length
+            drafter,
+            context,
+            scheduler,
+            logits_processor,
+            generation_config.do_sample,
+            generation_config.max_length,
+            clock,
         )
         draft, draft_scores = input_ids[:, :0], None
         while True:
@@ -104,7 +113,11 @@ def speculative_decoding(
             model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
             candidate_ids, draft_scores = generator.get_candidates(input_ids)
             draft = candidate_ids[:, input_ids.shape[1] :]
-            outputs = verification_forward(target, candidate_ids, draft.shape[1], model_kwargs)
+            inputs = verification_inputs(target, candidate_ids, draft.shape[1], model_kwargs)
+            clock.lap("rest")
+            with target._optimize_model_for_decode():
+                outputs = target(**inputs, return_dict=True)
+            clock.lap("verify")
             features = taps.take(drafter.device, drafter.dtype)
 
     if streamer is not None:
@@ -189,10 +202,10 @@ def opening_context(
     return context
 
 
-def verification_forward(
+def verification_inputs(
     target: PreTrainedModel, candidate_ids: torch.Tensor, draft_length: int, model_kwargs: dict
-) -> ModelOutput:
-    """One forward of the target over the anchor and its draft, the last `draft_length + 1` of `candidate_ids`."""
+) -> dict:
+    """What the target reads for one forward over the anchor and its draft, `candidate_ids[:, -draft_length - 1 :]`."""
     model_kwargs = copy.copy(model_kwargs)
     # Each reaches as far as the anchor, whether `candidate_ids` begins with the text or later.
     if (mask := model_kwargs.get("attention_mask")) is not None:
@@ -206,5 +219,4 @@ def verification_forward(
     )
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = draft_length + 1
-    with target._optimize_model_for_decode():
-        return target(**inputs, return_dict=True)
+    return inputs
