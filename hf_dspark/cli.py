@@ -108,6 +108,7 @@ def train(
     anchors: Annotated[int, typer.Option(help="Draft blocks per sequence and step.")] = 96,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     layers: Annotated[int, typer.Option(help="Draft layers.")] = 2,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads (default: the target's).")] = None,
     block_size: Annotated[int, typer.Option(help="Rows of a draft block.")] = 7,
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated or rnn.")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
@@ -134,6 +135,7 @@ def train(
         block_size=block_size,
         markov_head_type=head,
         markov_rank=rank,
+        **({} if kv_heads is None else {"num_key_value_heads": kv_heads}),
         **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
     )
 

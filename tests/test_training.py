@@ -96,7 +96,7 @@ def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tm
                     q = logits.softmax(-1)
                     weight = math.exp(-k / objective.position_decay)
                     tv = 0.5 * (q - p[place]).abs().sum()
-                    cross += weight * -q[ids[0, place + 1]].log()
+                    cross -= weight * (p[place] * q.log()).sum()
                     variation += weight * tv
                     c = drafter.confidence_head(h, embedding)
                     confidence += weight * F.binary_cross_entropy_with_logits(c, 1 - tv)

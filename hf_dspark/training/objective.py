@@ -66,22 +66,27 @@ class DSparkObjective(nn.Module):
     """
     `L = w · CE + (1 - w) · TV + BCE(c, 1 - TV)` with slots weighted by `exp(-(k - 1) / position_decay)`.
 
-    The paper's w is 0.1. The confidence term trains the confidence head alone.
+    The paper's w is 0.1. CE is taken with the target's whole distribution, which says more than the one token that was
+    drawn from it: `-Σ p log q`. The confidence term trains the confidence head alone.
 
     Args:
         drafter: the drafter to train, bound to its target.
         num_anchors: blocks per sequence and step.
-        position_decay: γ_decay; the larger, the more the late slots count.
+        position_decay: γ_decay; the larger, the more the late slots count (default: half of the block's drafts).
         chunk_size: rows of vocabulary-sized logits in memory at a time.
     """
 
     def __init__(
-        self, drafter: DSparkModel, num_anchors: int = 64, position_decay: float = 4.0, chunk_size: int = 4096
+        self,
+        drafter: DSparkModel,
+        num_anchors: int = 64,
+        position_decay: float | None = None,
+        chunk_size: int = 4096,
     ):
         super().__init__()
         self.drafter = drafter
         self.num_anchors = num_anchors
-        self.position_decay = position_decay
+        self.position_decay = position_decay or drafter.config.num_draft_tokens / 2
         self.chunk_size = chunk_size
         self.cross_entropy_weight = 0.1
 
@@ -117,7 +122,6 @@ class DSparkObjective(nn.Module):
         valid = places + 1 < lengths[:, None, None]
         places = places.clamp(max=length - 1)
         rows = torch.arange(len(input_ids), device=anchors.device)[:, None, None].expand_as(places)
-        labels = input_ids[rows, (places + 1).clamp(max=length - 1)]
 
         embeddings = sequential = None
         if self.drafter.markov_head is not None:
@@ -133,7 +137,6 @@ class DSparkObjective(nn.Module):
         per_row = self._chunked(
             hidden.flatten(0, 2)[keep],
             None if sequential is None else sequential.flatten(0, 2)[keep],
-            labels.flatten()[keep],
             target_log_probs,
             target_choice,
             rows.flatten()[keep],
@@ -179,14 +182,13 @@ class DSparkObjective(nn.Module):
         ).last_hidden_state
         return hidden.unflatten(1, (-1, block_size))
 
-    def _chunked(self, hidden, sequential, labels, target_log_probs, target_choice, rows, places):
+    def _chunked(self, hidden, sequential, target_log_probs, target_choice, rows, places):
         chunks = []
         for start in range(0, len(hidden), self.chunk_size):
             part = slice(start, start + self.chunk_size)
             arguments = (
                 hidden[part],
                 None if sequential is None else sequential[part],
-                labels[part],
                 target_log_probs,
                 target_choice,
                 rows[part],
@@ -201,21 +203,17 @@ class DSparkObjective(nn.Module):
             return empty, empty, empty
         return (torch.cat(term) for term in zip(*chunks))
 
-    def _row_terms(self, hidden, sequential, labels, target_log_probs, target_choice, rows, places):
+    def _row_terms(self, hidden, sequential, target_log_probs, target_choice, rows, places):
         """Cross-entropy, total variation and greedy agreement of each row, (rows,) each."""
         logits = self.drafter.base_logits(hidden)
         if sequential is not None:
             logits = logits + self.drafter.markov_head.markov_w2(sequential)
         log_q = logits.float().log_softmax(-1)
         p = target_log_probs[rows, places].float().exp()
+        cross_entropy = -(p * log_q).sum(-1)
         # The part of p outside a pruned draft vocabulary is missed whatever q is.
         total_variation = 0.5 * ((log_q.exp() - p).abs().sum(-1) + (1 - p.sum(-1)).clamp(min=0))
-        ids = self.drafter.draft_token_ids
-        if ids is None:
-            known, choice = torch.ones_like(labels, dtype=torch.bool), log_q.argmax(-1)
-        else:
-            position = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-            known, choice = ids[position] == labels, ids[log_q.argmax(-1)]
-            labels = position
-        cross_entropy = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * known
+        choice, ids = log_q.argmax(-1), self.drafter.draft_token_ids
+        if ids is not None:
+            choice = ids[choice]
         return cross_entropy, total_variation, (choice == target_choice[rows, places]).float()

@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..modeling_dspark import DSparkModel
 from .data import load_data, write_data
+from .initialisation import finish, initialise
 from .trainer import DSparkTrainer, config_for, prune_vocabulary
 
 HELD_OUT = 24  # sequences for the acceptance estimate
@@ -128,9 +129,11 @@ def train_drafter(
         remove_unused_columns=False,
         seed=seed,
     )
+    initialise(drafter, target, rows[:64]["input_ids"])
     trainer = DSparkTrainer(drafter, target, arguments, rows, held_out, num_anchors=anchors)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints))
     trainer.evaluate()
+    finish(drafter)
     if state.is_main_process:
         drafter.to(torch.bfloat16).save_pretrained(output)
         _write_record(
