@@ -221,7 +221,8 @@ def test_two_processes_train_as_one_does(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name, command in (("two", launch), ("one", [])):
         command = [sys.executable, *command, str(script), str(tmp_path / name)]
-        subprocess.run(command, check=True, env=environment, capture_output=True)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
     one, two = (torch.load(tmp_path / name / "result.pt") for name in ("one", "two"))
     assert (one["processes"], two["processes"]) == (1, 2)
     assert len(one["losses"]) == 4 and one["losses"] == pytest.approx(two["losses"], rel=1e-4)

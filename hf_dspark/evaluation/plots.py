@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import cycler, rc_context
+from cycler import cycler
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
@@ -112,7 +113,7 @@ def reliability(report: Report) -> Figure:
         if slot % columns == 0:
             axes.set_ylabel("share accepted")
     for handle in _legend(figure, panels[0][0]).legend_handles:
-        handle.set_sizes([30])  # type: ignore[union-attr]
+        handle.set_sizes([30])  # type: ignore[union-attr, attr-defined]
     return figure
 
 

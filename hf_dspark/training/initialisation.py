@@ -1,8 +1,9 @@
-"""Where a new drafter starts: with what its target and its task say already, so that little text has to teach the rest."""
+"""Where a new drafter starts: with what its target says already, so that little text has to teach the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ BASE_SCALE = 0.1  # weight of the final norm: at first the sequential head does 
 
 class ColumnScale(nn.Module):
     """A weight that is learned in units in which every input has the size 1."""
+
+    scale: torch.Tensor
 
     def __init__(self, scale: torch.Tensor):
         super().__init__()
@@ -75,7 +78,7 @@ def token_likeness(drafter: DSparkModel, target: PreTrainedModel) -> torch.Tenso
     return likeness.to(drafter.markov_head.markov_w1.weight)
 
 
-def _look_back(attention: nn.Module, frequencies: torch.Tensor) -> None:
+def _look_back(attention: Any, frequencies: Any) -> None:
     """Constant parts of queries and keys that are aligned where the key stands `LOOK_BACK` places before the query."""
     if attention.q_proj.bias is None:
         return

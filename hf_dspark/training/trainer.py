@@ -133,7 +133,8 @@ class DSparkTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         """As the Trainer's, with a higher rate for what starts near zero and moves one logit at a time."""
-        fast, slow = [], []
+        fast: list[torch.nn.Parameter] = []
+        slow: list[torch.nn.Parameter] = []
         for name, parameter in self.drafter.named_parameters():
             if parameter.requires_grad:
                 (fast if name.startswith("markov_head.") or name == "norm.weight" else slow).append(parameter)
