@@ -60,7 +60,9 @@ def data(
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
     tokens: Annotated[int | None, typer.Option(help="Stop at so many tokens.")] = None,
     batch_size: Annotated[int, typer.Option(help="Conversations written at once.")] = 128,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 128,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longest question (default: 128), or longest prompt (default: 1024).")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Of the answers, in turn; 0 is greedy (default: 0 and 1).")
@@ -82,11 +84,11 @@ def data(
         split,
         tokens,
         batch_size=batch_size,
-        max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         temperatures=tuple(temperature or (0.0, 1.0)),
         top_k=top_k,
         seed=seed,
+        **({} if max_prompt_tokens is None else {"max_prompt_tokens": max_prompt_tokens}),
         **({} if thinking is None else {"enable_thinking": thinking}),
     )
 
@@ -117,6 +119,7 @@ def train(
     seed: int = 0,
 ) -> None:
     """Train a drafter, on text that the target writes itself or on given rows. Run again, it goes on where it was."""
+    from .demo import REPOSITORY
     from .training.recipe import train_drafter
 
     train_drafter(
@@ -135,6 +138,7 @@ def train(
         block_size=block_size,
         markov_head_type=head,
         markov_rank=rank,
+        **({"base_model": REPOSITORY} if target == "smollm2" else {}),
         **({} if kv_heads is None else {"num_key_value_heads": kv_heads}),
         **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
     )

@@ -124,7 +124,9 @@ def test_data_is_taken_up_where_it_was_left(target, chat_tokenizer, tmp_path, mo
     assert len(files) > 1 and 100 <= first == sum(map(len, load_data(tmp_path)["input_ids"]))
     with files[-1].open("a") as file:
         file.write('{"input_ids": [1, 2')  # the machine went away here
+    left = files[-1].read_text()
     assert sum(map(len, load_data(tmp_path)["input_ids"])) == first
+    assert files[-1].read_text() == left, "reading changes nothing: somebody may be writing"
     held = files[0].read_text()
     second = write_data(target, chat_tokenizer, tmp_path, tokens=300, **FEW)
     assert files[0].read_text() == held and second >= 300

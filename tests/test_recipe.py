@@ -38,9 +38,14 @@ def test_from_a_target_to_a_drafter(target_folder, tmp_path):
     out = target.generate(ids, assistant_model=drafter, max_new_tokens=10, do_sample=False)
     assert out.tolist() == target.generate(ids, max_new_tokens=10, do_sample=False).tolist()
 
-    data = (output / "data.jsonl").read_bytes()
+    (shard,) = output.glob("data/shard-*.jsonl")
+    data = shard.read_bytes()
+    record = json.loads((output / "training.json").read_text())
+    assert record["steps"] == 4 and record["curve"][-1]["step"] == 4 and record["curve"][-1]["tokens"] > 0
+    card = (output / "README.md").read_text()
+    assert f"{record['curve'][-1]['greedy_acceptance_length']:.2f}" in card
     train_drafter(target_folder, output, tokens=3000, steps=6, mask_token_id=2, draft_vocab_size=20, **SMALL)
-    assert (output / "data.jsonl").read_bytes() == data, "the text is not written again"
+    assert shard.read_bytes() == data, "the text is not written again"
     (state,) = output.glob("checkpoints/checkpoint-*/trainer_state.json")
     history = json.loads(state.read_text())
     assert history["global_step"] == 6

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkModel, acceptance_length, trace
+from hf_dspark.backbone import qwen3
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
+from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise
 from hf_dspark.training.objective import packed_mask, packed_positions, sample_anchors
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
 
@@ -181,6 +183,45 @@ def test_training_raises_acceptance(target, head, tmp_path):
         out = target.generate(prompt(4), assistant_model=drafter, max_new_tokens=24, do_sample=False)
     assert out.tolist() == text.tolist()
     assert acceptance_length(rounds) > 2
+
+
+def test_a_new_drafter_looks_back_and_learns_in_units_of_the_features(target, monkeypatch):
+    """Each head finds the position at its own distance; the plain weights at the end are those that were trained."""
+    fields = {"num_hidden_layers": 2, "block_size": 4, "num_key_value_heads": 4, "head_dim": 32}
+    drafter = DSparkModel(config_for(target, 3, **fields)).eval()
+    drafter.bind(target)
+    text = prompt(60)
+    initialise(drafter, target, text.tolist())
+    weights: list[torch.Tensor] = []
+    eager = qwen3.eager_attention_forward
+
+    def spy(*arguments, **keywords):
+        output, probabilities = eager(*arguments, **keywords)
+        weights.append(probabilities[0])
+        return output, probabilities
+
+    monkeypatch.setattr(qwen3, "eager_attention_forward", spy)
+    drafter.set_attn_implementation("eager")
+    anchor = 40
+    with torch.no_grad(), TargetTaps(target, drafter.config.target_layer_ids) as taps:
+        target(text)
+        features = taps.take(drafter.device, drafter.dtype)
+        block = drafter.block_ids(text[:, anchor : anchor + 1])
+        before = drafter(block, features[:, :anchor]).last_hidden_state
+    found = [
+        layer[head, slot].argmax().item() == anchor + slot - LOOK_BACK[head]
+        for layer in weights
+        for head in range(4)
+        for slot in range(4)
+    ]
+    assert len(found) == 32 and sum(found) > 24
+
+    scaled = features.square().mean((0, 1)).sqrt() * drafter.fc.weight
+    assert (scaled.std(0).max() / scaled.std(0).min()) < 4, "all features weigh about the same at first"
+    finish(drafter)
+    assert set(drafter.state_dict()) == set(DSparkModel(drafter.config).state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(drafter(block, features[:, :anchor]).last_hidden_state, before)
 
 
 class StopAt(TrainerCallback):

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .continuations import Continuation, continuations
 from .openings import OPENINGS
+
+logger = logging.get_logger(__name__)
 
 MARKER = "\u241f"  # stands where the user's words go in a rendered chat template
 
@@ -106,10 +109,10 @@ def answered_anew(
 
     All answers of a conversation have one of the `temperatures`, by its number. Without an assistant turn at its end
     a conversation gets one. It ends early where its prompt grows beyond `max_prompt_tokens`; one whose first prompt
-    does is left out.
+    does is left out, and a warning says how many these were.
     """
     generator = torch.Generator(target.device).manual_seed(seed)
-    waiting, source = deque[Continuation](), iter(conversations)
+    waiting, source, left_out = deque[Continuation](), iter(conversations), 0
 
     def ask(number: int, said: list[dict[str, str]], rest: list[dict[str, str]]) -> bool:
         """Queue the next answer: `said` up to the next user turn of `rest`; false if there is none, or no room."""
@@ -132,12 +135,12 @@ def answered_anew(
         return False
 
     def next_prompt() -> Continuation | None:
+        nonlocal left_out
         while not waiting:
-            try:
-                number, messages = next(source)
-                ask(number, [], messages)
-            except StopIteration:
+            number, messages = next(source, (None, None))
+            if messages is None:
                 return None
+            left_out += not ask(number, [], messages)
         return waiting.popleft()
 
     for written in continuations(target, next_prompt, eos_token_ids(target, tokenizer), batch_size, top_k, generator):
@@ -145,3 +148,7 @@ def answered_anew(
         said = [*said, {"role": "assistant", "content": tokenizer.decode(written.tokens, skip_special_tokens=True)}]
         if not ask(number, said, rest):
             yield {**row_of(written), "conversation": number}
+    if left_out:
+        logger.warning(
+            f"{left_out} conversations had no question of at most {max_prompt_tokens} tokens and were left out."
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -63,18 +62,23 @@ def write_data(
         rows = self_written(target, tokenizer, seed=seed, known=known, **sampling)
     else:
         done = {row["conversation"] for row in shards.rows()}
-        mine = itertools.islice(
-            enumerate(conversations_of(prompts, split)), state.process_index, None, state.num_processes
-        )
-        rest = ((number, messages) for number, messages in mine if number not in done)
+        mine = list(enumerate(conversations_of(prompts, split)))[state.process_index :: state.num_processes]
+        rest = [(number, messages) for number, messages in mine if number not in done]
         rows = answered_anew(target, tokenizer, rest, seed=seed, **sampling)
-    with tqdm(desc=f"Writing {folder}", total=goal, initial=shards.num_tokens, unit=" tokens") as progress:
-        while goal is None or shards.num_tokens < goal:
+    by_token = goal is not None
+    with tqdm(
+        desc=f"Writing {folder}",
+        unit=" tokens" if by_token else " conversations",
+        total=goal if by_token else len(mine),
+        initial=shards.num_tokens if by_token else len(mine) - len(rest),
+        disable=not state.is_local_main_process,
+    ) as progress:
+        while not by_token or shards.num_tokens < goal:
             row = next(rows, None)
             if row is None:
                 break
             shards.append(row)
-            progress.update(len(row["input_ids"]))
+            progress.update(len(row["input_ids"]) if by_token else 1)
     return shards.num_tokens
 
 
@@ -86,12 +90,10 @@ def conversations_of(source: str | os.PathLike, split: str = "train") -> Iterato
     Raises:
         ValueError: the rows have none of these.
     """
-    local = Path(source).suffix in (".json", ".jsonl")
-    dataset = (
-        load_dataset("json", data_files=str(source), split="train")
-        if local
-        else load_dataset(str(source), split=split)
-    )
+    if Path(source).suffix in (".json", ".jsonl"):
+        dataset = load_dataset("json", data_files=str(source), split="train")
+    else:
+        dataset = load_dataset(str(source), split=split)
     column = next((name for name in ("messages", "conversations", "prompt") if name in dataset.column_names), None)
     if column is None:
         raise ValueError(
@@ -125,12 +127,24 @@ def load_data(path: str | os.PathLike) -> Dataset:
     files = [path] if path.is_file() else sorted(path.glob("shard-*.jsonl"))
     if not files:
         raise ValueError(f"{path} holds no `shard-*.jsonl`; write some with `hf-dspark data`.")
-    for file in files:
-        _cut_off_unfinished_line(file)
-    rows = load_dataset("json", data_files=[str(file) for file in files], split="train")
+    # The sizes are for the cache of `datasets`: a shard that has grown is read anew.
+    files_and_sizes = [(str(file), file.stat().st_size) for file in files]
+    rows = Dataset.from_generator(_whole_rows, gen_kwargs={"files": files_and_sizes})
     if "input_ids" not in rows.column_names:
         raise ValueError(f"{path} has the columns {rows.column_names}, but no `input_ids`; see `hf-dspark data`.")
     return rows
+
+
+def _whole_rows(files: list[tuple[str, int]]) -> Iterator[dict]:
+    """The rows of jsonl files, without a last line that is still being written, or never was to its end."""
+    for name, _ in files:
+        with open(name, encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    if line.endswith("\n"):
+                        raise
 
 
 class Shards:
@@ -140,7 +154,7 @@ class Shards:
         self.folder, self.process = folder, process
         self.num_rows = self.num_tokens = 0
         for file in self.files():
-            _cut_off_unfinished_line(file)
+            self._cut_off_unfinished_line(file)
         for row in self.rows():
             self._count(row)
 
@@ -158,18 +172,17 @@ class Shards:
             lines.write(json.dumps(row) + "\n")
         self._count(row)
 
+    @staticmethod
+    def _cut_off_unfinished_line(file: Path) -> None:
+        with file.open("rb+") as lines:
+            end = lines.seek(0, os.SEEK_END)
+            while end and (lines.seek(end - 1), lines.read(1))[1] != b"\n":
+                end -= 1
+            lines.truncate(end)
+
     def _count(self, row: dict) -> None:
         self.num_rows += 1
         self.num_tokens += len(row["input_ids"])
-
-
-def _cut_off_unfinished_line(file: Path) -> None:
-    """What a process that was stopped while it wrote has left."""
-    with file.open("rb+") as lines:
-        end = lines.seek(0, os.SEEK_END)
-        while end and (lines.seek(end - 1), lines.read(1))[1] != b"\n":
-            end -= 1
-        lines.truncate(end)
 
 
 def _check_settings(folder: Path, settings: dict) -> None:

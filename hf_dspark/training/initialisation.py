@@ -15,7 +15,7 @@ from ..taps import TargetTaps
 
 # How far back the heads of a layer look, in turn: slot k finds the last context position k + 1 places before it.
 LOOK_BACK = (1, 2, 3, 1, 2, 4, 1, 3, 5)
-FREQUENCIES = 6  # rotary frequencies that tell them how far; the fastest ones
+SLOWEST = 0.15  # rotary frequency, in radians a place, that still tells one distance from the next
 SHARPNESS = 1.4  # weight of the norms of queries and keys: scores of up to this squared, times sqrt(head_dim)
 BASE_SCALE = 0.1  # weight of the final norm: at first the sequential head does most of the talking
 
@@ -83,7 +83,7 @@ def _look_back(attention: Any, frequencies: Any) -> None:
     if attention.q_proj.bias is None:
         return
     half = attention.head_dim // 2
-    used = min(FREQUENCIES, half)
+    used = int((frequencies > SLOWEST).sum())
     strength = (attention.head_dim / used) ** 0.5 * 2.5  # against the random parts, of size sqrt(head_dim)
     keys, queries = (proj.bias.view(-1, 2, half).zero_() for proj in (attention.k_proj, attention.q_proj))
     keys[:, 0, :used] = strength

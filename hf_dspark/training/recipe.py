@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..hub import repository_of
 from ..modeling_dspark import DSparkModel
 from .data import load_data, write_data
 from .initialisation import finish, initialise
@@ -100,6 +101,7 @@ def train_drafter(
     if mask_token_id is None:
         mask_token_id = unused_token(tokenizer)
     set_seed(seed)
+    config_fields = {"base_model": repository_of(target), **config_fields}
     drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
     coverage = prune_vocabulary(drafter, (row["input_ids"][row.get("prompt_length") or 0 :] for row in rows))
     checkpoints = output / "checkpoints"
@@ -135,11 +137,9 @@ def train_drafter(
     trainer.evaluate()
     finish(drafter)
     if state.is_main_process:
-        drafter.to(torch.bfloat16).save_pretrained(output)
         _write_record(
             output / "training.json",
             trainer,
-            target=Path(target.name_or_path).name,
             sequences=len(rows),
             tokens=sum(map(len, rows["input_ids"])),
             batch_size=batch_size * gradient_accumulation * state.num_processes,
@@ -148,6 +148,7 @@ def train_drafter(
             seed=seed,
             **({} if drafter.d2t is None else {"draft_vocabulary_coverage": round(coverage, 4)}),
         )
+        drafter.to(torch.bfloat16).save_pretrained(output)
     return drafter
 
 

@@ -36,7 +36,7 @@ def writing_rate(target, tokenizer, batch_size: int, rows: int) -> tuple[float, 
     """Tokens per second that the target writes (without its template) once the batch has mixed, and the text."""
     template = len(user_turn_prompts(tokenizer, ("",))[0]) + len(answer_header(tokenizer))
     source = self_written(target, tokenizer, batch_size=batch_size)
-    list(itertools.islice(source, 2 * batch_size))
+    list(itertools.islice(source, batch_size))
     begin = time.perf_counter()
     written = list(itertools.islice(source, rows))
     seconds = time.perf_counter() - begin
@@ -88,7 +88,7 @@ def main(
 ) -> None:
     model, tokenizer = load_target(target_folder(target))
     own = decoding_rate(model, tokenizer, batch_size)
-    writing, rows = writing_rate(model, tokenizer, batch_size, 2 * batch_size)
+    writing, rows = writing_rate(model, tokenizer, batch_size, batch_size)
     typer.echo(f"batched generate() of {batch_size}: {own:.0f} tokens/s; self-written text: {writing:.0f} tokens/s")
     split = training_split(model, tokenizer, rows, min(steps, len(rows) // 4))
     typer.echo(f"training on {split.pop('tokens/s'):.0f} tokens of text a second")
