@@ -255,6 +255,23 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
     assert losses["whole"] == pytest.approx(losses["halved"], rel=1e-5)
 
 
+@pytest.mark.parametrize("head", ["vanilla", "rnn"])
+def test_mixed_precision_trains_as_float32_does(head, tmp_path):
+    """A bfloat16 target and autocast, as on accelerators, against float32."""
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        target, drafted = tiny_target("llama").to(dtype), rows(range(9, 25))
+        torch.manual_seed(0)
+        drafter = DSparkModel(config_for(target, 3, num_hidden_layers=1, block_size=4, **head_fields(head)))
+        initialise(drafter, target, [row["input_ids"] for row in drafted])
+        mixed = dtype is torch.bfloat16
+        trainer = trainer_for(drafter, target, tmp_path, drafted, bf16=mixed, gradient_accumulation_steps=2)
+        trainer.train()
+        assert drafter.dtype == torch.float32, "the weights that the optimizer sees keep their precision"
+        losses[dtype] = trainer.evaluate()["eval_loss"]
+    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.05)
+
+
 def test_two_processes_train_as_one_does(tmp_path):
     """Data-parallel training on two processes (gloo) has the losses and weights of one with as large a batch."""
     script = Path(__file__).with_name("distributed_training.py")

@@ -121,6 +121,7 @@ def train_drafter(
         bf16=on_accelerator,
         use_cpu=not on_accelerator,
         dataloader_pin_memory=on_accelerator,
+        ddp_find_unused_parameters=False,
         eval_strategy="steps",
         eval_steps=max(1, steps // 8),
         save_steps=max(1, min(100, steps // 4)),
