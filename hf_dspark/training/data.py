@@ -47,12 +47,9 @@ def write_data(
     if prompts is None and tokens is None:
         raise ValueError("Say how many `tokens` to write, or give `prompts` to answer.")
     state, folder = PartialState(), Path(folder)
-    _check_settings(
-        folder,
-        {"target": Path(target.name_or_path).name, "prompts": prompts and Path(prompts).name, "split": split}
-        | {"processes": state.num_processes}
-        | sampling,
-    )
+    settings = {"target": Path(target.name_or_path).name, "prompts": prompts and Path(prompts).name, "split": split}
+    with state.main_process_first():
+        _check_settings(folder, {**settings, "processes": state.num_processes, **sampling})
     shards = Shards(folder, state.process_index)
     goal = None if tokens is None else -(-tokens // state.num_processes)
     seed = sampling.pop("seed", 0)
