@@ -77,8 +77,10 @@ def data(
     from .training.data import write_data
     from .training.recipe import load_target
 
+    model, tokenizer = load_target(target_folder(target))
     write_data(
-        *load_target(target_folder(target)),
+        model,
+        tokenizer,
         output,
         prompts,
         split,
