@@ -261,9 +261,9 @@ def profile(
     try:
         with rich.get_console().status("Measuring, a minute or two ..."):
             entry = profiler.profile(model, draft_model, [prompt_ids(tokenizer, prompt) for prompt in PROMPTS])
-        profile = known or draft_model.hardware_profile or HardwareProfile()
-        profile.add(entry)
-        written = profile.save(output)
+        kept = known or draft_model.hardware_profile or HardwareProfile()
+        kept.add(entry)
+        written = kept.save(output)
         if plot is not None:
             save_steps_per_second(entry, plot)
     except (OSError, ValueError) as error:

@@ -68,7 +68,7 @@ def profile(
 
 def quick_profile(target: PreTrainedModel, drafter: DSparkModel) -> Entry:
     """
-    Measure what one sequence at one depth costs, in a few seconds. Made-up tokens do for that, they cost the same time.
+    Measure what one sequence at one depth costs, in a few seconds. Made-up tokens do: they cost the same time.
 
     Raises:
         ValueError: as for [`profile`].

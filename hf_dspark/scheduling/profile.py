@@ -12,6 +12,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import accumulate, combinations, product
 from pathlib import Path
 
@@ -140,7 +141,7 @@ class Entry:
     @property
     def widest(self) -> int:
         """The most tokens a row that were measured."""
-        return max(cell.tokens for cell in self.verify if cell.rows == 1)
+        return self._widths[-1]
 
     def cell(self, rows: int, tokens: int, depth: int) -> VerifyCell | None:
         """The cell of that place, or `None` if it was not measured."""
@@ -149,15 +150,18 @@ class Entry:
 
     def verify_seconds(self, tokens: int, rows: int = 1, depth: int = 0) -> float:
         """
-        Time to verify `tokens` tokens, all rows together, piecewise linear in tokens, rows and depth, and rising in
-        each: below what was measured it is that of the least, above it goes on as it rose last.
+        Time to verify `tokens` tokens, all rows together, each row behind `depth` tokens of context.
+
+        It is piecewise linear in tokens a row, rows and depth, and never falls in any of them: below what was measured
+        it is that of the least; beyond, it grows with depth as it did last, and with tokens and rows in proportion.
         """
-        return _line(*self._curve(rows, depth), tokens)
+        return float(_within(self._widths, self._curve(rows, depth), tokens / rows))
 
     def draft_seconds(self, rows: int = 1) -> float:
         """Time to draft a block for each of `rows` rows, interpolated like [`verify_seconds`]."""
         cells = sorted(self.draft, key=lambda cell: cell.rows)
-        return _line([cell.rows for cell in cells], _rising(cell.time.median for cell in cells), rows)
+        times = np.maximum.accumulate([cell.time.median for cell in cells])
+        return float(_within([cell.rows for cell in cells], times, rows))
 
     def round_costs(self, num_draft_tokens: int, depth: int = 0) -> RoundCosts:
         """
@@ -168,32 +172,38 @@ class Entry:
             depth: length of the context.
         """
         curve = self._curve(1, depth)
-        spreads = [cell.time.spread for cell in self.verify if cell.rows == 1]
+        verify = [float(_within(self._widths, curve, 1 + drafts)) for drafts in range(num_draft_tokens + 1)]
         return RoundCosts(
             draft=self.draft_seconds(),
-            verify=tuple(_rising(_line(*curve, 1 + drafts) for drafts in range(num_draft_tokens + 1))),
+            verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
             overhead=self.overhead.median,
-            spread=float(np.median(spreads)),
+            spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
         )
 
-    def _curve(self, rows: int, depth: int) -> tuple[list[int], list[float]]:
-        """Token counts and the times to verify so many in so many rows at that depth."""
-        measured: dict[int, dict[int, tuple[list[int], list[float]]]] = {}
-        for d in self.depths:
-            for r in sorted({cell.rows for cell in self.verify if cell.depth == d}):
-                cells = sorted((c for c in self.verify if (c.rows, c.depth) == (r, d)), key=lambda cell: cell.tokens)
-                tokens = [cell.tokens for cell in cells]
-                measured.setdefault(d, {})[r] = tokens, _rising(cell.time.median for cell in cells)
+    @cached_property
+    def _widths(self) -> list[int]:
+        """The numbers of tokens a row that were measured for a single row."""
+        return sorted({cell.tokens for cell in self.verify if cell.rows == 1})
 
-        def at(tokens: int) -> float:
-            by_depth = [
-                _line(list(by_rows), _rising(_line(*curve, tokens) for curve in by_rows.values()), rows)
-                for by_rows in measured.values()
-            ]
-            return _line(list(measured), _rising(by_depth), depth)
+    @cached_property
+    def _rows(self) -> list[int]:
+        return sorted({cell.rows for cell in self.verify})
 
-        breakpoints = sorted({cell.tokens for cell in self.verify})
-        return breakpoints, _rising(map(at, breakpoints))
+    @cached_property
+    def _times(self) -> np.ndarray:
+        """Times by depth, rows and width, rising along each; between widths that were measured, on a line."""
+        times = np.empty((len(self.depths), len(self._rows), len(self._widths)))
+        for (i, depth), (j, rows) in product(enumerate(self.depths), enumerate(self._rows)):
+            cells = sorted(
+                (c for c in self.verify if (c.rows, c.depth) == (rows, depth)), key=lambda cell: cell.tokens
+            )
+            widths = [cell.tokens / rows for cell in cells]
+            times[i, j] = np.interp(self._widths, widths, [cell.time.median for cell in cells])
+        return _rising(times)
+
+    def _curve(self, rows: int, depth: int) -> np.ndarray:
+        """Times by width."""
+        return _within(self._rows, _rising(_beyond(self.depths, self._times, depth)), rows)
 
     def check(self) -> None:
         """
@@ -334,15 +344,22 @@ def _text(time: Timing) -> str:
     return f"p10 {time.p10}, median {time.median}, p90 {time.p90}"
 
 
-def _rising(values) -> list[float]:
-    """The running maximum."""
-    return list(accumulate(values, max))
+def _rising(table: np.ndarray) -> np.ndarray:
+    """The running maximum along every axis."""
+    for axis in range(table.ndim):
+        table = np.maximum.accumulate(table, axis)
+    return table
 
 
-def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through rising points; constant before the first, beyond the last at the last slope."""
+def _beyond(xs: Sequence[int], table: np.ndarray, x: float) -> np.ndarray:
+    """Piecewise linear along the first axis; constant before the first x, at the last slope beyond the last."""
     if len(xs) == 1 or x <= xs[0]:
-        return ys[0]
+        return table[0]
     end = min(bisect_left(xs, x), len(xs) - 1)
-    begin = end - 1
-    return ys[begin] + (ys[end] - ys[begin]) * ((x - xs[begin]) / (xs[end] - xs[begin]))
+    share = (x - xs[end - 1]) / (xs[end] - xs[end - 1])
+    return table[end - 1] + share * (table[end] - table[end - 1])
+
+
+def _within(xs: Sequence[int], table: np.ndarray, x: float) -> np.ndarray:
+    """Piecewise linear along the first axis; constant before the first x, in proportion to x beyond the last."""
+    return _beyond(xs, table, min(x, xs[-1])) * max(x / xs[-1], 1.0)
