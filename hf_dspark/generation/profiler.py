@@ -89,6 +89,9 @@ class _Known:
     state: tuple
     entry: Entry | None
 
+    def holds_for(self, target: PreTrainedModel, state: tuple) -> bool:
+        return self.target() is target and self.state == state
+
 
 _known: weakref.WeakKeyDictionary[DSparkModel, _Known] = weakref.WeakKeyDictionary()
 _one_at_a_time = threading.Lock()
@@ -106,9 +109,11 @@ def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) 
     known = _known.get(drafter)
     if known is None and drafter.round_costs is not None:
         return
-    if known is None or known.target() is not target or known.state != state:
+    if known is None or not known.holds_for(target, state):
         with _one_at_a_time:
-            known = _known[drafter] = _Known(weakref.ref(target), state, _find_entry(target, drafter))
+            known = _known.get(drafter)  # another thread may have been here meanwhile
+            if known is None or not known.holds_for(target, state):
+                known = _known[drafter] = _Known(weakref.ref(target), state, _find_entry(target, drafter))
     if known.entry is None:
         drafter.round_costs = None
     else:
