@@ -267,7 +267,7 @@ def profile(
         if plot is not None:
             save_steps_per_second(entry, plot)
     except (OSError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: no profile. Reason: {error}", err=True)
         raise typer.Exit(1) from error
     rich.print(summary(entry))
     typer.echo(written)

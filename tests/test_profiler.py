@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel, modeling_dspark, trace
 from hf_dspark.cli import app
-from hf_dspark.generation import profiler
+from hf_dspark.generation import hook, profiler
 from hf_dspark.generation import trace as trace_module
+from hf_dspark.generation.decoding import speculative_decoding
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.profile import HardwareProfile
@@ -297,21 +298,26 @@ def test_an_estimate_is_the_last_resort_and_said_to_be(pair, warnings_logged, mo
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_measuring_changes_nothing_for_generate(machine, do_sample):
+def test_measuring_changes_nothing_for_the_generate_that_it_happens_in(machine, monkeypatch, do_sample):
     target = tiny_target("llama")
     drafter = tiny_drafter(target)
     settings = target.generation_config.to_dict(), drafter.generation_config.to_dict()
     weights = {name: tensor.clone() for name, tensor in target.state_dict().items()}
 
-    def text(before=lambda: None) -> torch.Tensor:
+    def text() -> torch.Tensor:
         torch.manual_seed(3)
-        before()
         return target.generate(prompt(12), assistant_model=drafter, max_new_tokens=40, do_sample=do_sample)
+
+    def measuring_first(target, input_ids, assistant_model, **arguments):
+        if assistant_model.generation_config.num_assistant_tokens is None:
+            ensure_costs(target, assistant_model)
+        return speculative_decoding(target, input_ids, assistant_model=assistant_model, **arguments)
 
     expected = text()
     machine.run(target, drafter)
+    monkeypatch.setattr(hook, "speculative_decoding", measuring_first)
     with trace(drafter) as rounds:
-        assert torch.equal(text(before=lambda: ensure_costs(target, drafter)), expected)
+        assert torch.equal(text(), expected)
     assert drafter.round_costs is not None
     assert sum(1 + a_round.accepted for a_round in rounds) == 39, "none but those of this text"
     assert settings == (target.generation_config.to_dict(), drafter.generation_config.to_dict())
