@@ -6,11 +6,13 @@ from .configuration_dspark import DSparkConfig
 from .generation.hook import install, uninstall
 from .generation.trace import Round, acceptance_length, trace
 from .modeling_dspark import DSparkModel
+from .scheduling.profile import HardwareProfile
 from .version import __version__
 
 __all__ = [
     "DSparkConfig",
     "DSparkModel",
+    "HardwareProfile",
     "Round",
     "__version__",
     "acceptance_length",

@@ -218,6 +218,63 @@ def evaluate(
     rich.print(summary(report))
 
 
+@app.command()
+def profile(
+    target: Target,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw rounds per second into this image file.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Measure what rounds cost on this machine, into the hardware profile that travels with the drafter."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .demo import DRAFTER, PROMPTS
+    from .evaluation.hardware import prompt_ids, summary
+    from .generation import profiler
+    from .modeling_dspark import DSparkModel
+    from .scheduling.profile import HardwareProfile
+
+    if plot is not None:
+        try:
+            from .evaluation.plots import save_steps_per_second
+        except ImportError as error:
+            raise typer.BadParameter(f"A plot needs {error.name}: pip install 'hf-dspark[report]'.") from error
+    if not isinstance(dtype_of_both := getattr(torch, dtype, None), torch.dtype):
+        raise typer.BadParameter(f"{dtype} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
+    drafter = drafter or str(DRAFTER)
+    output = output or Path(drafter if Path(drafter).is_dir() else ".")
+    try:
+        known = HardwareProfile.load(output)
+    except FileNotFoundError:
+        known = None
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    folder = target_folder(target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of_both).eval().to(device)
+    draft_model = DSparkModel.from_pretrained(drafter, dtype=dtype_of_both).eval().to(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        with rich.get_console().status("Measuring, a minute or two ..."):
+            entry = profiler.profile(model, draft_model, [prompt_ids(tokenizer, prompt) for prompt in PROMPTS])
+        kept = known or draft_model.hardware_profile or HardwareProfile()
+        kept.add(entry)
+        written = kept.save(output)
+        if plot is not None:
+            save_steps_per_second(entry, plot)
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: no profile. Reason: {error}", err=True)
+        raise typer.Exit(1) from error
+    rich.print(summary(entry))
+    typer.echo(written)
+
+
 Folder = Annotated[Path, typer.Argument(help="Folder of the drafter.")]
 Report = Annotated[Path | None, typer.Option(help="What `eval --json` wrote (default: the folder's eval.json).")]
 License = Annotated[str | None, typer.Option(help="License of the weights, as the Hub abbreviates it.")]

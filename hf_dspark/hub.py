@@ -21,6 +21,8 @@ from transformers.utils import logging
 from .checkpoints import read_config, tensor_shapes
 from .compat import HTTPError
 from .configuration_dspark import DSparkConfig
+from .files import write_text
+from .scheduling.profile import PROFILE
 from .version import __version__
 
 logger = logging.get_logger(__name__)
@@ -34,7 +36,7 @@ REPORT = "eval.json"
 TRAINING = "training.json"
 WEIGHTS = "model*.safetensors*"
 # What of a drafter's folder goes to the Hub; its records are in the card, training state and data stay where they are.
-PUBLIC = (CARD, STUB, "config.json", "generation_config.json", WEIGHTS, "LICENSE*", "*.png", "*.svg")
+PUBLIC = (CARD, STUB, "config.json", "generation_config.json", PROFILE, WEIGHTS, "LICENSE*", "*.png", "*.svg")
 
 TAGS = ("dspark", "speculative-decoding", "drafter")
 MODES = {"greedy": "greedy", "sample": "sampled"}
@@ -91,15 +93,9 @@ def keep_report(folder: str | os.PathLike, report: dict | None) -> None:
     """Put `report` beside the weights it is about, in the place of one about weights that were there before."""
     file = Path(folder) / REPORT
     if report is not None:
-        _write(file, json.dumps(report, indent=2))
+        write_text(file, json.dumps(report, indent=2))
     elif file.exists():
         file.replace(file.with_stem(f"{file.stem}.previous"))
-
-
-def _write(file: Path, text: str) -> None:
-    whole = file.with_name(f"{file.name}.tmp")
-    whole.write_text(text, encoding="utf-8")
-    os.replace(whole, file)
 
 
 # A path from the root (of a drive) or from the home folder, but not the path of a URL or of a relative name.
@@ -315,7 +311,7 @@ def write_card(
         return
     old = _metadata(file)
     base_model = base_model or read_config(folder).get("base_model") or old.get("base_model")
-    _write(file, model_card(folder, repository, base_model, license or old.get("license"), tags))
+    write_text(file, model_card(folder, repository, base_model, license or old.get("license"), tags))
 
 
 # The Hub

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
-from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
 from . import hub
 from .backbone.context_cache import ContextCache
@@ -25,6 +25,10 @@ from .checkpoints import read_config, tensor_shapes
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, ConfidenceHead
+from .scheduling.costs import RoundCosts
+from .scheduling.profile import HardwareProfile
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -46,6 +50,7 @@ class DSparkModel(PreTrainedModel):
     What it has of its own follows its checkpoint; embeddings and output head that are missing are borrowed from the
     target by [`~DSparkModel.bind`], which `generate()` calls.
 
+    `hardware_profile` says what rounds cost on the devices that were measured, `None` if it came without one.
     `generation_config.num_assistant_tokens` caps the tokens sent to verification a round, and
     `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
     """
@@ -82,6 +87,8 @@ class DSparkModel(PreTrainedModel):
         self._shared: dict[str, torch.Tensor] = {}
         self._bound_to: tuple | None = None
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
+        self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
+        self.hardware_profile: HardwareProfile | None = None
         self.post_init()
 
     # Loading and saving
@@ -113,6 +120,12 @@ class DSparkModel(PreTrainedModel):
             **hub_arguments,
         ):
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+        try:
+            model.hardware_profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+        except OSError:  # there is none
+            pass
+        except ValueError as error:
+            logger.warning(f"The drafter is used without its hardware profile. {error}")
         return loaded
 
     @classmethod
@@ -174,6 +187,8 @@ class DSparkModel(PreTrainedModel):
         self.config.auto_map = dict(hub.AUTO_MAP)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             self.generation_config.save_pretrained(scratch)
+            if self.hardware_profile is not None:
+                self.hardware_profile.save(scratch)
             super().save_pretrained(scratch, state_dict=state_dict, **kwargs)
             if not kwargs.get("is_main_process", True):
                 return

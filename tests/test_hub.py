@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import app
+from hf_dspark.scheduling.profile import HardwareProfile
 
 NAME = "tester/drafter"
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "requires_hf_dspark.py"}
@@ -254,13 +255,14 @@ def test_a_folder_is_pushed_without_what_is_not_for_others(client, server, tmp_p
     (folder / "eval.json").write_text(json.dumps({"schema_version": 1, "sets": sets}))
     (folder / "data.jsonl").write_text("{}")
     (folder / "speed.png").write_bytes(b"png")
+    HardwareProfile().save(folder)
     (folder / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     for name in ("model.safetensors", "loss.png"):
         (folder / "checkpoints" / "checkpoint-1" / name).write_bytes(b"-")
     code, output = client(run_cli, "push", folder, "drafter", "--private", "--license", "mit")
     assert code == 0 and f"{server.url}/{NAME}/commit/" in output
     files = server.files(NAME)
-    assert set(files) == FILES | {".gitattributes", "speed.png"}
+    assert set(files) == FILES | {".gitattributes", "speed.png", "hardware_profile.json"}
     assert b"| steps | 800 |" in files["README.md"] and b"value: 3.5" in files["README.md"]
     assert server.repositories[NAME].private is True
     assert client(loaded, NAME)["equal"]

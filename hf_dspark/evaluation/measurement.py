@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.generation import BaseStreamer
 
+from ..devices import device_name
 from ..generation.trace import Round, acceptance_length, trace
 from ..modeling_dspark import DSparkModel
 from ..version import __version__
@@ -248,27 +247,14 @@ def full_block_results(answers: Sequence[Answer], slots: int) -> FullBlocks:
 
 def machine_of(target: PreTrainedModel) -> Machine:
     """The machine that a model is on."""
-    device = target.device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = processor_name() if device.type == "cpu" else device.type
     return Machine(
-        device=name,
+        device=device_name(target.device),
         threads=torch.get_num_threads(),
         dtype=str(target.dtype).removeprefix("torch."),
         torch=torch.__version__,
         transformers=transformers.__version__,
         hf_dspark=__version__,
     )
-
-
-def processor_name() -> str:
-    """Name of the CPU."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def summary(report: Report) -> Table:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+
+from ..files import write_text
 
 SCHEMA_VERSION = 1
 
@@ -254,12 +255,3 @@ class Report:
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON file, whole or not at all."""
         write_text(path, json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a text file under another name first, so that it appears, or changes, only when it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)

@@ -1,0 +1,388 @@
+"""Measures what rounds cost on this machine: thoroughly for a profile to keep, or quickly at first use."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
+
+from ..compat import CACHE, can_roll_back
+from ..devices import device_name
+from ..modeling_dspark import DSparkModel
+from ..scheduling.estimate import estimate
+from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
+from ..taps import TargetTaps
+from .draft_context import DraftContext
+from .trace import Clock, Round, trace
+
+logger = logging.get_logger(__name__)
+
+ROWS = (1, 2, 4)
+DEPTHS = (64, 1024)
+SECONDS = 60.0  # what the passes of a full profile may take, beyond its fewest sweeps
+QUICK_SECONDS = 2.0
+FULL_SWEEPS, QUICK_SWEEPS = (7, 40), (2, 5)  # fewest and most
+ROUNDS, QUICK_ROUNDS = 12, 3  # of generate(), for each prompt
+PRECISION = 0.02  # standard error of a median, relative to it, that is good enough
+NEW_CONTEXT = 2  # tokens that a round adds to the drafter's context, about
+STALE = 1.5  # a pass slower or faster by more than that, beyond the spread, and a table is no longer true
+
+
+def profile(
+    target: PreTrainedModel,
+    drafter: DSparkModel,
+    prompts: Sequence[torch.Tensor],
+    rows: Sequence[int] = ROWS,
+    depths: Sequence[int] = DEPTHS,
+    seconds: float = SECONDS,
+) -> Entry:
+    """
+    Measure all that an entry holds, on this machine.
+
+    Args:
+        prompts: token ids (1, length) of real prompts; rounds of `generate()` are timed on each.
+        rows, depths: those of the grid; depths that are beyond the target are cut.
+        seconds: when to stop repeating what still is uncertain.
+
+    Raises:
+        ValueError: the drafter does not fit the target, the target's cache cannot be cropped, or the times are no
+            measurement, and why.
+    """
+    with _undisturbed(target, drafter):
+        return _measure(target, drafter, prompts, rows, depths, FULL_SWEEPS, seconds, ROUNDS)
+
+
+def quick_profile(target: PreTrainedModel, drafter: DSparkModel) -> Entry:
+    """
+    Measure what one sequence at one depth costs, in a few seconds. Made-up tokens do: they cost the same time.
+
+    Raises:
+        ValueError: as for [`profile`].
+    """
+    with _undisturbed(target, drafter):
+        prompt = _made_up_tokens(target, 8)
+        return _measure(target, drafter, [prompt], (1,), DEPTHS[:1], QUICK_SWEEPS, QUICK_SECONDS, QUICK_ROUNDS)
+
+
+# What costs are known
+
+
+@dataclass
+class _Known:
+    """What was found for a drafter and a target as they were then."""
+
+    target: weakref.ref
+    state: tuple
+    entry: Entry | None
+
+    def holds_for(self, target: PreTrainedModel, state: tuple) -> bool:
+        return self.target() is target and self.state == state
+
+
+_known: weakref.WeakKeyDictionary[DSparkModel, _Known] = weakref.WeakKeyDictionary()
+_one_at_a_time = threading.Lock()
+
+
+def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) -> None:
+    """
+    Set `drafter.round_costs` to what rounds with this target cost on this machine at that depth of context.
+
+    They come from the drafter's own profile or from the cache, if one of the two has an entry for exactly this and a
+    verification still takes as long; otherwise from a quick profile, which is cached; failing that, from an estimate
+    if there are figures for the device, or they are `None`. Costs that were set by hand stay. Nothing of this raises.
+    """
+    state = (target.device, target.dtype, drafter.dtype, target.config._attn_implementation, torch.get_num_threads())
+    known = _known.get(drafter)
+    if known is None and drafter.round_costs is not None:
+        return
+    if known is None or not known.holds_for(target, state):
+        with _one_at_a_time:
+            known = _known.get(drafter)  # another thread may have been here meanwhile
+            if known is None or not known.holds_for(target, state):
+                known = _known[drafter] = _Known(weakref.ref(target), state, _find_entry(target, drafter))
+    if known.entry is None:
+        drafter.round_costs = None
+    else:
+        drafter.round_costs = known.entry.round_costs(drafter.config.num_draft_tokens, depth)
+
+
+def _find_entry(target: PreTrainedModel, drafter: DSparkModel) -> Entry | None:
+    identity = identity_of(target, drafter)
+    fallback = estimate(identity, _weight_bytes(target), _weight_bytes(drafter), drafter.config.num_draft_tokens)
+    try:
+        drafter.check_target(target)
+        for whose, stored in (("drafter's", drafter.hardware_profile), ("cached", _read_cache(identity))):
+            entry = None if stored is None else stored.entry(identity)
+            if entry is None:
+                continue
+            if entry.estimated:
+                fallback = entry
+            elif (doubt := staleness(entry, target, drafter)) is None:
+                return entry
+            else:
+                logger.warning(f"The {whose} hardware profile is stale: {doubt}. Measuring anew.")
+        entry = quick_profile(target, drafter)
+    except (ValueError, RuntimeError) as error:  # the latter when memory runs out
+        substitute = "without a hardware profile" if fallback is None else "with one estimated from public figures"
+        logger.warning(f"Could not measure what rounds cost here, going on {substitute}. Reason: {error}")
+        return fallback
+    _write_cache(entry)
+    return entry
+
+
+def staleness(entry: Entry, target: PreTrainedModel, drafter: DSparkModel) -> str | None:
+    """Why an entry no longer is true, from timing one of its cells again, or `None` if it is."""
+    cell = entry.cell(1, entry.widest, entry.depths[0])
+    with _undisturbed(target, drafter):
+        bench = _Bench(target, drafter, _made_up_tokens(target, cell.depth))
+        seconds = [bench.verify(cell.tokens) for _ in range(3)][1:]
+    now = Timing.of(seconds)
+    if min(seconds) <= cell.time.p90 * STALE and max(seconds) >= cell.time.p10 / STALE:
+        return None
+    return f"verifying {cell} takes {now.median * 1e3:.3g} ms, not {cell.time.median * 1e3:.3g} ms"
+
+
+def _cache_file(identity: Identity) -> Path:
+    digest = hashlib.sha256(json.dumps(asdict(identity)).encode()).hexdigest()[:16]
+    return Path(constants.HF_HOME) / "hf_dspark" / "profiles" / f"{digest}.json"
+
+
+def _read_cache(identity: Identity) -> HardwareProfile | None:
+    try:
+        return HardwareProfile.load(_cache_file(identity))
+    except OSError:
+        return None
+    except ValueError as error:
+        logger.warning(f"{error} Measuring anew.")
+        return None
+
+
+def _write_cache(entry: Entry) -> None:
+    try:
+        HardwareProfile([entry]).save(_cache_file(entry.identity))
+    except OSError as error:
+        logger.info(f"The quick hardware profile could not be cached, it is measured again next time: {error}")
+
+
+# What is measured
+
+
+def identity_of(target: PreTrainedModel, drafter: DSparkModel) -> Identity:
+    """What a measurement of these two on this machine holds for."""
+    devices = list(dict.fromkeys(parameter.device for parameter in target.parameters()))
+    names = [device_name(device) for device in devices]
+    dtypes = [str(model.dtype).removeprefix("torch.") for model in (target, drafter)]
+    return Identity(
+        device=", ".join(f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)),
+        torch=torch.__version__,
+        threads=torch.get_num_threads() if any(device.type == "cpu" for device in devices) else None,
+        dtype=" with ".join(dict.fromkeys(dtypes)),
+        attention=target.config._attn_implementation,
+        target=_hash(target.config),
+        drafter=_hash(drafter.config),
+    )
+
+
+_TIMELESS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "base_model", "use_cache")
+
+
+def _hash(config: PreTrainedConfig) -> str:
+    fields = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in _TIMELESS and "token_id" not in name and value is not None
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _made_up_tokens(target: PreTrainedModel, length: int) -> torch.Tensor:
+    """Token ids (1, length) from all over the vocabulary, always the same."""
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    return (torch.arange(1, length + 1) * 7919 % vocabulary)[None].to(target.device)
+
+
+@contextmanager
+def _undisturbed(target: PreTrainedModel, drafter: DSparkModel) -> Iterator[None]:
+    """Leaves the random number generators as they were."""
+    devices = {model.device for model in (target, drafter) if model.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(list(devices)):
+        yield
+
+
+class _Bench:
+    """
+    One pass at a time of either model over a context, timed; each leaves the context as it was.
+
+    Args:
+        context: token ids (R, depth).
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
+        drafter.bind(target)
+        self.target, self.drafter = target, drafter
+        self.tokens = context
+        only_last = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
+        with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+            outputs = target(context, use_cache=True, return_dict=True, **only_last)
+            self.features = taps.take(drafter.device, drafter.dtype)
+        self.cache = outputs[CACHE]
+        if not can_roll_back(self.cache):
+            raise ValueError(f"the {type(self.cache).__name__} of {type(target).__name__} cannot be cropped.")
+        self.cache.activate_past_recording()
+        self.draft_context = DraftContext(drafter)
+        self.draft_context.extend(self.features)
+        self.clock = Clock((model.device for model in (target, drafter)), running=True)
+
+    def verify(self, width: int) -> float:
+        """Seconds of a forward pass over `width` tokens a row."""
+        tokens = self.tokens[:, :1].repeat(1, width)
+        seconds = self._seconds(
+            lambda: self.target(tokens, use_cache=True, return_dict=True, **{CACHE: self.cache}).logits
+        )
+        self.cache.crop(-width)
+        return seconds
+
+    def draft(self) -> float:
+        """Seconds of drafting a block for every row."""
+        self.draft_context.extend(self.features[:, -NEW_CONTEXT:])
+        seconds = self._seconds(self._draft)
+        self.draft_context.crop(self.tokens.shape[1])
+        return seconds
+
+    def _draft(self) -> None:
+        drafter, head = self.drafter, self.drafter.markov_head
+        token, embedding = self.tokens[:, -1].to(drafter.device), None
+        slots = self.draft_context.block_hidden(token[:, None]).unbind(1)
+        state = None if head is None else head.initial_state(slots[0])
+        slots = slots[-drafter.config.num_draft_tokens :]
+        for hidden, logits in zip(slots, drafter.base_logits(torch.stack(slots, dim=1)).unbind(1)):
+            if head is not None:
+                embedding = head.markov_w1(token)
+                feature, state = head.step(embedding, hidden, state)
+                logits = logits + head.markov_w2(feature)
+            if drafter.confidence_head is not None:
+                drafter.confidence_head(hidden, embedding).sigmoid().tolist()
+            token = logits.float().argmax(-1)
+            if drafter.draft_token_ids is not None:
+                token = drafter.draft_token_ids[token]
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        self.clock.restart()
+        self.clock.lap("rest")  # waits for what was going on
+        work()
+        self.clock.lap("verify")
+        return self.clock.seconds.verify
+
+
+def _measure(
+    target: PreTrainedModel,
+    drafter: DSparkModel,
+    prompts: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    depths: Sequence[int],
+    sweeps: tuple[int, int],
+    seconds: float,
+    rounds: int,
+) -> Entry:
+    most = drafter.config.num_draft_tokens + 1
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max(depths)
+    depths = sorted({max(min(depth, longest - most), 1) for depth in depths})
+    text = torch.cat([ids[0] for ids in prompts]).to(target.device)
+    text = text.repeat(-(-depths[-1] // len(text)))
+
+    passes: dict[Hashable, Callable[[], float]] = {}
+    for row_count in sorted(rows):
+        widths = range(1, most + 1) if row_count == 1 else sorted({1, (most + 1) // 2, most})
+        for depth in depths:
+            bench = _Bench(target, drafter, text[None, :depth].repeat(row_count, 1))
+            for width in widths:
+                passes[row_count, width, depth] = partial(bench.verify, width)
+            if depth == depths[0]:
+                passes[row_count] = bench.draft
+    timings = repeat(passes, *sweeps, seconds)
+
+    draft = timings[1].median
+    overheads = [
+        max(one.seconds.total - one.seconds.verify - draft, 0.0)
+        for prompt in prompts
+        for one in real_rounds(target, drafter, prompt.to(target.device), rounds)
+    ]
+    entry = Entry(
+        identity_of(target, drafter),
+        verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if isinstance(key, tuple)],
+        draft=[DraftCell(key, timings[key]) for key in passes if isinstance(key, int)],
+        overhead=Timing.of(overheads),
+    )
+    entry.check()
+    return entry
+
+
+def repeat(
+    passes: dict[Hashable, Callable[[], float]], fewest: int, most: int, seconds: float
+) -> dict[Hashable, Timing]:
+    """
+    Times of passes that return their seconds, in sweeps over all of them, in an order that changes, after one to warm
+    up: at least `fewest`, then until every median is known to `PRECISION`, or after `most` or so many seconds.
+    """
+    order, shuffle = list(passes), random.Random(0).shuffle
+    samples: dict[Hashable, list[float]] = {key: [] for key in passes}
+    begin = time.perf_counter()
+    for key in order:
+        passes[key]()
+    for sweep in range(1, most + 1):
+        shuffle(order)
+        for key in order:
+            samples[key].append(passes[key]())
+        timings = {key: Timing.of(times) for key, times in samples.items()}
+        # Of normal times, (p90 - p10) is 2.56 standard deviations, and a median's error 1.25 times a mean's.
+        errors = [1.25 * time.spread / 2.56 / sweep**0.5 for time in timings.values()]
+        if sweep >= fewest and (max(errors) <= PRECISION or time.perf_counter() - begin >= seconds):
+            break
+    return timings
+
+
+class _Enough(StoppingCriteria):
+    """Stops at the first token of the round after so many."""
+
+    def __init__(self, rounds: list[Round], count: int):
+        self.rounds, self.count = rounds, count
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        return torch.full((len(input_ids),), len(self.rounds) >= self.count, device=input_ids.device)
+
+
+def real_rounds(target: PreTrainedModel, drafter: DSparkModel, prompt: torch.Tensor, count: int) -> list[Round]:
+    """So many rounds of `generate()` after a prompt (1, length), whole blocks, after one to warm up."""
+    drafts = drafter.config.num_draft_tokens
+    # Copies that share all weights, so that nobody else sees these settings.
+    target, drafter = copy.copy(target), copy.copy(drafter)
+    target.generation_config = GenerationConfig()
+    drafter.generation_config = GenerationConfig(num_assistant_tokens=drafts)
+    with trace(drafter) as rounds:
+        target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant_model=drafter,
+            do_sample=False,
+            max_new_tokens=(count + 2) * (drafts + 1),
+            stopping_criteria=StoppingCriteriaList([_Enough(rounds, count)]),
+        )
+    return rounds[1:]
