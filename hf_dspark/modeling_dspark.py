@@ -25,6 +25,7 @@ from .checkpoints import read_config, tensor_shapes
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, ConfidenceHead
+from .scheduling.costs import RoundCosts
 
 
 @dataclass
@@ -82,6 +83,7 @@ class DSparkModel(PreTrainedModel):
         self._shared: dict[str, torch.Tensor] = {}
         self._bound_to: tuple | None = None
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
+        self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
         self.post_init()
 
     # Loading and saving

@@ -58,7 +58,7 @@ def speculative_decoding(
     """
     drafter = assistant_model
     check_request(input_ids, logits_processor, synced_gpus, model_kwargs)
-    scheduler = scheduler_of(drafter)
+    scheduler = scheduler_of(drafter, generation_config.do_sample)
     drafter.bind(target)
     held = model_kwargs[CACHE].get_seq_length()  # positions of an earlier turn
     prompt_mask = model_kwargs.get("attention_mask")
