@@ -1,4 +1,4 @@
-"""Schedulers do what they are named after, never lose more than they say, and leave the target's distribution alone."""
+"""Schedulers do what they are named after, lose no more than they say, and leave the target's distribution alone."""
 
 from __future__ import annotations
 
@@ -179,14 +179,14 @@ def test_crosses_a_cliff(do_sample):
     """The second token alone does not pay for the step that its verification takes; with the others it does."""
     cliff = RoundCosts(draft=0.1, verify=(1.0, 1.7, 1.75, 1.8, 1.85))
     scheduler = settled(HardwareAware(cliff, 4, do_sample), 3)
-    assert 1 + 0.8 < scheduler.rate * 1.7, "the first step pays by itself: this tests nothing"
+    assert scheduler.rate * 1.7 > 1 + 0.8, "the first step pays by itself: this tests nothing"
     assert draft_length(scheduler, [0.8, 0.9, 0.9, 0.9]) == 4
     assert draft_length(scheduler, [0.05, 0.9, 0.9, 0.9]) == 0
 
 
 def test_greedy_sees_what_sampling_may_not():
     cliff = RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.8, 1.85, 1.9))
-    doubtful_late = [0.9, 0.9, 0.01, 0.01]
+    doubtful_late = [0.99, 0.99, 0.01, 0.01]
     assert draft_length(settled(HardwareAware(cliff, 4, do_sample=False), 4), doubtful_late) == 1
     assert draft_length(settled(HardwareAware(cliff, 4, do_sample=True), 4), doubtful_late) >= 2
 
@@ -233,8 +233,8 @@ def test_drafts_that_turn_bad_and_good_again():
     good = play(scheduler, costs, lambda _: 3, 100, [0.9] * 4)
     assert slowdown(good, scheduler.plain) < 0.35
     bad = play(scheduler, costs, lambda _: 0, 400, [0.9] * 4)
-    assert slowdown(bad, scheduler.plain) < 1.04
-    assert 0 < sum(limit > 0 for *_, limit in bad) < len(bad) / 5, "probes, now and then"
+    assert slowdown(bad, scheduler.plain) < 1.065, "no more than what was gained before, and the allowance"
+    assert 0 < sum(limit > 0 for *_, limit in bad[100:]) < 300 / 10, "probes, now and then"
     again = play(scheduler, costs, lambda _: 3, 100, [0.9] * 4)
     assert slowdown(again, scheduler.plain) < 0.5
 
@@ -257,12 +257,12 @@ def test_measured_times_correct_the_profile():
     told = RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0))
     found = RoundCosts(draft=1.0, verify=(1.0, 1.0, 1.0))
     scheduler = HardwareAware(told, 2, do_sample=True)
-    rounds = play(scheduler, found, lambda r: r % 2, 3000, [0.5] * 2)
+    rounds = play(scheduler, found, lambda r: r % 2, 1000, [0.5] * 2)
     assert scheduler.price > 1.5
-    assert slowdown(rounds[-1000:], scheduler.plain) < 1.04
+    assert slowdown(rounds[200:], scheduler.plain) < 1.03
 
     scheduler = HardwareAware(found, 2, do_sample=True)
-    play(scheduler, told, lambda r: r % 2, 3000, [0.5] * 2)
+    play(scheduler, told, lambda r: r % 2, 1000, [0.5] * 2)
     assert scheduler.price < 0.75
 
 

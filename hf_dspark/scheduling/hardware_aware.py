@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from .costs import RoundCosts
+from .outlook import PRIOR, Average, Outlook
 from .schedulers import Scheduler
 
-MEMORY = 64  # rounds that running averages reach back
-PRIOR = 4  # rounds that what is assumed at first weighs
-UNSEEN = 0.7  # acceptance assumed of a slot that no round has reached
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
-CREDIT = 4  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-COMPARISON = 32  # every so many rounds one without a draft, to compare with
+CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
+COMPARISONS = (8, 64)  # drafted rounds before one without a draft, to compare with, at first and later
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
 
 
@@ -35,21 +33,6 @@ def gains(probabilities: Sequence[float], seconds: Sequence[float], rate: float)
     return values
 
 
-class Average:
-    """A weighted mean in which older entries fade; `start` counts like an entry of the past with weight `weight`."""
-
-    def __init__(self, start: float, weight: float = PRIOR):
-        self._sum, self._weight = start * weight, weight
-
-    def add(self, value: float, weight: float = 1.0) -> None:
-        self._sum = value * weight + (1 - 1 / MEMORY) * self._sum
-        self._weight = weight + (1 - 1 / MEMORY) * self._weight
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
-
-
 class HardwareAware(Scheduler):
     """
     Verifies as many draft tokens as pay, given what a round costs here (design: paper section 3.3).
@@ -57,18 +40,19 @@ class HardwareAware(Scheduler):
     What counts is the rate in the long run, so the length ℓ of a draft maximises E[τ] - λ·t(ℓ), where λ is the rate of
     past rounds, at least that of plain decoding: a second spent on one more token has to bring as much as it would in
     any other round. Greedy, the whole block is drafted and cut at the optimum. Sampling, a draft ends where stopping
-    beats every longer draft, with c_1..c_k known and each later confidence at its mean in past rounds; so the rule
+    beats every longer draft, with c_1..c_k known and later confidences as past rounds let expect them; so the rule
     sees beyond a step in the costs, yet depends on nothing that depends on x_k. A drafter without confidence head has
     its past acceptance by slot for confidences. Time that a cut saves counts less the spread of measured times.
 
     Drafting has to pay for itself. A drafted round is credited with the plain rounds that its tokens would have taken
     and charged with its own time; plain rounds earn a small allowance; below zero, nothing is drafted until the
-    allowance has paid for another try. So generation takes `ALLOWANCE` longer than plain decoding at most, and one
-    or two rounds.
+    allowance has paid for another try. So by these times generation takes longer than plain decoding by `ALLOWANCE`
+    at most, and two rounds.
 
-    Load that slows everything alike changes no decision, since it scales λ and t alike, and times here are the
-    profile's. What drafted rounds cost against plain ones is corrected by what is measured: one factor, within
-    `PRICES`, from drafted and plain rounds that followed each other.
+    Times are the profile's: load that slows everything alike scales λ down and t up and changes no decision. What
+    drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from drafted
+    and plain rounds that followed each other; where an error of the profile might hide that drafting does not pay,
+    single rounds without draft are inserted to learn it.
 
     Args:
         costs: what the parts of a round take.
@@ -95,9 +79,9 @@ class HardwareAware(Scheduler):
         self.plain = costs.overhead + costs.verify[0]  # seconds of a round without draft
         self.credit = self.plain
         self._rate = Average(1 / self.plain, PRIOR * self.plain)
-        self._log_price = Average(0.0)
-        self._confidence = [Average(UNSEEN) for _ in range(length)]
-        self._drafted_in_a_row = 0
+        self._log_price = Average(0.0, weight=1.0)
+        self._outlook = Outlook(length)
+        self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
         self._last_round: tuple[bool, float] | None = None
         self.limit(0)
 
@@ -118,24 +102,25 @@ class HardwareAware(Scheduler):
         price, spread = self.price, min(self.costs.spread, 1.0)
         self._seconds = [price * (self.costs.draft + t + self.costs.overhead) for t in self.costs.verify[: most + 1]]
         self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
-        self._drafting = most > 0 and self.credit >= 0 and self._drafted_in_a_row < COMPARISON
+        compare = self._drafted_in_a_row >= self._compare_after and self.rate * self.plain < PRICES[1]
+        self._drafting = most > 0 and self.credit >= 0 and not compare
         if self._drafting:
             # At the end of the text nothing is left to learn for: what is likely has to pay, not what is possible.
-            hopes = [average.value if most < self.length else 1.0 for average in self._confidence[:most]]
+            hopes = [self._outlook.mean(slot) if most < self.length else 1.0 for slot in range(most)]
             self._drafting = max(gains(hopes, self._seconds, self.rate)) > 1 - self.rate * self.plain
         return most if self._drafting else 0
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:
             self._unpredicted.append(slot)
-            confidence = self._confidence[slot].value
+            confidence = self._outlook.mean(slot)
         else:
-            self._confidence[slot].add(confidence)
+            self._outlook.learn(slot, confidence, self._probabilities[-1] if slot else None)
         self._probabilities.append(confidence)
         if not self.do_sample:
             return True
-        later = [average.value for average in self._confidence[slot + 1 :]]
-        values = gains(self._probabilities + later, self._cautious, self.rate)
+        expected = self._probabilities + self._outlook.after(slot, confidence)
+        values = gains(expected, self._cautious, self.rate)
         return max(values[slot + 1 :]) >= values[slot]
 
     def keep(self, drafted: int) -> int:
@@ -144,12 +129,13 @@ class HardwareAware(Scheduler):
 
     def observe(self, verified: int, accepted: int, seconds: float) -> None:
         for slot in self._unpredicted[: min(verified, accepted + 1)]:
-            self._confidence[slot].add(slot < accepted)
+            self._outlook.learn(slot, slot < accepted)
         spent = self._seconds[verified] if self._drafting else self.plain
         if self._drafting:
             self.credit += (1 + accepted) * self.plain - spent
         else:
             self.credit += ALLOWANCE * self.plain
+            self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
         self.credit = min(self.credit, CREDIT * self.plain)
         self._rate.add((1 + accepted) / spent, spent)
         self._drafted_in_a_row = self._drafted_in_a_row + 1 if self._drafting else 0
