@@ -110,7 +110,7 @@ def erratic_clock(monkeypatch):
 
 @pytest.mark.parametrize(
     ("head", "curve", "bias"),
-    [("vanilla", "smooth", -1.5), ("vanilla", "cliff", -1.5), ("gated", "cliff", -1.5), ("rnn", "cliff", 0.0)],
+    [("vanilla", "smooth", -1.5), ("vanilla", "cliff", -1.5), ("gated", "cliff", -1.5), ("rnn", "cliff", 1.5)],
 )
 def test_hardware_aware(head, curve, bias, erratic_clock):
     target = memoryless_target()
@@ -121,7 +121,7 @@ def test_hardware_aware(head, curve, bias, erratic_clock):
     with trace(drafter) as rounds:
         assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
     lengths = [len(a_round.draft) for a_round in rounds]
-    assert min(lengths.count(0), sum(length > 0 for length in lengths)) > 10
+    assert min(lengths.count(0), sum(length > 0 for length in lengths)) > 5
     assert len(set(lengths)) > 3, "the scheduler decides too little to tell anything"
 
 

@@ -125,6 +125,15 @@ def test_enumerated_texts_have_the_targets_distribution(name):
     assert shift(texts(SCHEDULERS[name](), causal, 3), 3) < 1e-12
 
 
+def test_the_steep_schedule_depends_on_the_confidences():
+    """So the enumeration is of a scheduler that decides something."""
+    lengths = []
+    for first in (0, 1):
+        scheduler = HardwareAware(STEEP, 2, do_sample=True)
+        lengths.append(causal(scheduler, (first, 0), scheduler.limit(2)))
+    assert lengths == [2, 1]
+
+
 def test_a_scheduler_that_looks_ahead_is_caught():
     def impatient() -> HardwareAware:  # stakes nothing on what later drafts may bring
         return HardwareAware(STEEP, 2, do_sample=False)

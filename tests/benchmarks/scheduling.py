@@ -1,6 +1,6 @@
 """
-What schedulers make of one request, simulated: drafts that are right as often as their confidences say, rounds that
-take what a cost curve says.
+What schedulers make of one request, and rules for many, simulated: drafts that are right as often as their confidences
+say, rounds that take what a cost curve says.
 
     python tests/benchmarks/scheduling.py [--rounds 4000] [--seed 0]
 """
@@ -12,6 +12,7 @@ import random
 import time
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -156,6 +157,70 @@ def scheduling_seconds(rounds: list[Round], costs: RoundCosts) -> float:
     return (time.perf_counter() - begin) / len(rounds)
 
 
+# Many requests share one verification. Seconds of a round by its requests and by the tokens verified in all, one a
+# request without drafts; survivals are a = c_1·…·c_k, (rounds, requests, slots).
+
+BATCH_CURVES = {
+    "smooth": lambda requests, tokens: 0.020 + 0.0001 * requests + 0.0002 * tokens,
+    "linear": lambda requests, tokens: 0.004 + 0.0015 * tokens,
+    "steps of sixteen": lambda requests, tokens: 0.016 + 0.004 * np.ceil(tokens / 16),
+}
+DRAFTING = 0.003  # seconds, and for each request a hundredth of it
+BATCHES = (1, 4, 16, 64)
+
+
+def batched_survivals(requests: int, rounds: int, seed: int) -> np.ndarray:
+    played = [rounds_of("mixed", rounds, 1000 * seed + request) for request in range(requests)]
+    return np.cumprod([[confidences for confidences, _ in request] for request in played], axis=2).transpose(1, 0, 2)
+
+
+def batch_seconds(curve, requests: int) -> np.ndarray:
+    """Of a drafted round, by the number of draft tokens verified in all."""
+    tokens = requests + np.arange(requests * LENGTH + 1)
+    return DRAFTING * (1 + requests / 100) + curve(requests, tokens)
+
+
+def ranked(survivals: np.ndarray) -> np.ndarray:
+    """E[τ] of a round by the number of tokens verified in all, the likeliest first; a prefix is always before the rest."""
+    best = -np.sort(-survivals.reshape(len(survivals), -1), axis=1)
+    return survivals.shape[1] + np.pad(np.cumsum(best, axis=1), ((0, 0), (1, 0)))
+
+
+def batch_rate(budgets: np.ndarray, expected: np.ndarray, seconds: np.ndarray) -> float:
+    return np.take_along_axis(expected, budgets[:, None], 1).sum() / seconds[budgets].sum()
+
+
+def batch_early_stop(expected: np.ndarray, seconds: np.ndarray) -> float:
+    falls = np.diff(expected / seconds, axis=1) <= 0
+    return batch_rate(np.where(falls.any(1), falls.argmax(1), falls.shape[1]), expected, seconds)
+
+
+def best_budgets(expected: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The optimum over all budgets, with the λ that it leads to."""
+    rate = expected[0, 0] / seconds[0]
+    for _ in range(20):
+        budgets = (expected - rate * seconds).argmax(1)
+        rate = batch_rate(budgets, expected, seconds)
+    return budgets
+
+
+def batch_rates(survivals: np.ndarray, curve) -> dict[str, float]:
+    """Expected tokens per second of the rules. "optimum" looks ahead and is for greedy decoding only."""
+    rounds, requests, _ = survivals.shape
+    seconds, expected = batch_seconds(curve, requests), ranked(survivals)
+    uniform = requests + np.pad(np.cumsum(survivals.sum(1), axis=1), ((0, 0), (1, 0)))
+    per_length = uniform.mean(0) / seconds[::requests]
+    budgets = best_budgets(expected, seconds)
+    stale = np.concatenate([budgets[:2], budgets[:-2]])
+    return {
+        "plain": requests / curve(requests, requests),
+        "uniform length": per_length.max(),
+        "early stop": batch_early_stop(expected, seconds),
+        "stale budget": batch_rate(stale, expected, seconds),
+        "optimum": batch_rate(budgets, expected, seconds),
+    }
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Rounds to simulate.")] = 4000,
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
@@ -186,6 +251,17 @@ def main(
         base = plain(played, here)
         ours = hardware_aware(played, here, told=costs) / base
         table.add_row(text, what, f"{early_stop(played, here) / base:.3f}", f"{ours:.3f}")
+    console.print(table)
+
+    table = Table(
+        title="Tokens per second, many requests", caption="expected; no rule but the plain one may not draft"
+    )
+    for column in ("costs", "requests", "plain", "uniform length", "early stop", "stale budget", "optimum"):
+        table.add_column(column, justify="left" if column == "costs" else "right")
+    for name, curve in BATCH_CURVES.items():
+        for requests in BATCHES:
+            rates = batch_rates(batched_survivals(requests, 300, seed), curve)
+            table.add_row(name, str(requests), *(f"{rate:.0f}" for rate in rates.values()))
     console.print(table)
     spent = scheduling_seconds(rounds_of("mixed", rounds, seed), CURVES["smooth"])
     console.print(f"Scheduling takes {1e6 * spent:.0f} µs a round.")
