@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -146,14 +147,14 @@ def test_a_scheduler_that_looks_ahead_is_caught():
 # What is chosen.
 
 
-def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, confidences) -> list:
+def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, confidences, noise: float = 0.0) -> list:
     """Decode on a machine of such `costs`, `accepts(round)` drafts are right; (committed, seconds, limit) a round."""
-    played = []
+    played, draw = [], random.Random(0)
     for place in range(rounds):
         limit, count = decide(scheduler, confidences, scheduler.do_sample)
         accepted = min(count, accepts(place))
         seconds = costs.verify[count] + costs.overhead + (costs.draft if limit else 0)
-        scheduler.observe(count, accepted, seconds)
+        scheduler.observe(count, accepted, seconds * draw.lognormvariate(0, noise))
         played.append((1 + accepted, seconds, limit))
     return played
 
@@ -227,12 +228,13 @@ def slowdown(rounds, plain: float) -> float:
     draft=st.floats(0.05, 2),
     slope=st.floats(0, 0.5),
     wrongly_sure=st.floats(0.5, 1),
+    noise=st.floats(0, 0.1),
     do_sample=st.booleans(),
 )
-def test_useless_drafts_cost_three_percent_at_most(draft, slope, wrongly_sure, do_sample):
+def test_useless_drafts_cost_three_percent_at_most(draft, slope, wrongly_sure, noise, do_sample):
     costs = RoundCosts(draft=draft, verify=tuple(1 + slope * n for n in range(6)), overhead=0.05)
     scheduler = HardwareAware(costs, 5, do_sample)
-    rounds = play(scheduler, costs, lambda _: 0, 1000, [wrongly_sure] * 5)
+    rounds = play(scheduler, costs, lambda _: 0, 1000, [wrongly_sure] * 5, noise)
     assert slowdown(rounds, scheduler.plain) < 1.03
 
 

@@ -181,7 +181,7 @@ def batch_seconds(curve, requests: int) -> np.ndarray:
 
 
 def ranked(survivals: np.ndarray) -> np.ndarray:
-    """E[τ] of a round by the number of tokens verified in all, the likeliest first; a prefix is always before the rest."""
+    """E[τ] of a round by the number of tokens verified in all, likeliest first, so each after those it rests on."""
     best = -np.sort(-survivals.reshape(len(survivals), -1), axis=1)
     return survivals.shape[1] + np.pad(np.cumsum(best, axis=1), ((0, 0), (1, 0)))
 
@@ -253,9 +253,7 @@ def main(
         table.add_row(text, what, f"{early_stop(played, here) / base:.3f}", f"{ours:.3f}")
     console.print(table)
 
-    table = Table(
-        title="Tokens per second, many requests", caption="expected; no rule but the plain one may not draft"
-    )
+    table = Table(title="Tokens per second, many requests", caption="expected; all but plain always draft")
     for column in ("costs", "requests", "plain", "uniform length", "early stop", "stale budget", "optimum"):
         table.add_column(column, justify="left" if column == "costs" else "right")
     for name, curve in BATCH_CURVES.items():
