@@ -7,9 +7,11 @@ import itertools
 import random
 
 import pytest
+from conftest import tiny_drafter, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.hardware_aware import HardwareAware
 from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
@@ -36,6 +38,23 @@ def test_fixed_length(confidences, length):
 def test_confidence_threshold(confidences, length, threshold):
     expected = next((k for k, c in enumerate(confidences) if c < threshold), len(confidences))
     assert decide(ConfidenceThreshold(threshold, length), confidences)[1] == min(length, expected)
+
+
+def test_the_drafters_settings_choose_the_scheduler():
+    drafter = tiny_drafter(tiny_target("llama"))
+    config = drafter.generation_config
+    assert scheduler_of(drafter) == FixedLength(5), "nothing is known of this machine"
+    drafter.round_costs = RoundCosts(draft=0.1, verify=(1.0,) * 6)
+    for do_sample in (False, True):
+        scheduler = scheduler_of(drafter, do_sample)
+        assert isinstance(scheduler, HardwareAware)
+        assert (scheduler.length, scheduler.do_sample) == (5, do_sample)
+    config.num_assistant_tokens = 2
+    assert scheduler_of(drafter) == FixedLength(2)
+    config.assistant_confidence_threshold = 0.4
+    assert scheduler_of(drafter) == ConfidenceThreshold(0.4, 2)
+    config.num_assistant_tokens = None
+    assert scheduler_of(drafter) == ConfidenceThreshold(0.4, 5)
 
 
 # The distribution of the output, by enumeration. Two tokens, A and B, of probability P in the text and Q in drafts of
