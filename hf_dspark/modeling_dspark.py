@@ -51,7 +51,8 @@ class DSparkModel(PreTrainedModel):
     target by [`~DSparkModel.bind`], which `generate()` calls.
 
     `hardware_profile` says what rounds cost on the devices that were measured, `None` if it came without one.
-    `generation_config.num_assistant_tokens` caps the tokens sent to verification a round, and
+    How much of a draft is verified is what pays on this machine, by a hardware profile. Instead,
+    `generation_config.num_assistant_tokens` sets how many tokens are sent to verification a round, and
     `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
     """
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_dspark import DSparkConfig, DSparkModel
+from hf_dspark.generation import decoding
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCABULARY = 40
@@ -146,7 +147,9 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _deterministic():
+def _deterministic(monkeypatch):
+    """No threads, the same random numbers, and whole blocks unless a test says what rounds cost: nothing is timed."""
+    monkeypatch.setattr(decoding, "ensure_costs", lambda *arguments, **keywords: None)
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

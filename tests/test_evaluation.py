@@ -22,6 +22,7 @@ from hf_dspark.evaluation.measurement import GREEDY, StepSizes, answer, evaluate
 from hf_dspark.evaluation.prompts import check_text, read_prompts, read_sets
 from hf_dspark.evaluation.report import markdown
 from hf_dspark.evaluation.variants import dflash_misfit, variants_for
+from hf_dspark.scheduling.costs import RoundCosts
 
 runner = CliRunner()
 
@@ -181,6 +182,16 @@ def test_variants_leave_the_drafter_as_it_was():
         assert (drafter.markov_head, drafter.confidence_head) == heads
         assert drafter.generation_config.num_assistant_tokens == 2
         assert drafter.generation_config.assistant_confidence_threshold == 0.99
+
+
+def test_full_blocks_are_full_where_they_do_not_pay():
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    drafter.round_costs = RoundCosts(draft=1.0, verify=(1.0, 9.0, 9.0, 9.0, 9.0, 9.0))
+    for variant, width in ((variants.as_configured, 0), (variants.full_blocks, 5)):
+        with variant(drafter) as way, trace(drafter) as rounds:
+            target.generate(prompt(5), max_new_tokens=16, do_sample=False, **way)
+        assert max(len(a_round.draft) for a_round in rounds) == width
 
 
 # Measurement

@@ -8,6 +8,7 @@ from conftest import FAMILIES, SLIDING, prompt, scripted_drafter, tiny_drafter, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import trace
+from hf_dspark.scheduling.costs import RoundCosts
 
 
 def attentions(families) -> list[tuple[str, str]]:
@@ -54,6 +55,31 @@ def test_every_width(family, width):
         out = target.generate(prompt(6), assistant_model=drafter, max_new_tokens=25, do_sample=False)
     assert out.tolist() == plain.tolist()
     assert max(len(a_round.draft) for a_round in rounds) == width
+
+
+CURVES = {
+    "never worth drafting": RoundCosts(draft=9.0, verify=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)),
+    "hardly worth drafting": RoundCosts(draft=1.2, verify=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5)),
+    "free": RoundCosts(draft=0.0, verify=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)),
+    "cliff at two tokens": RoundCosts(draft=0.1, verify=(1.0, 1.9, 1.95, 2.0, 2.05, 2.1)),
+    "cliff at four tokens": RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0, 2.2, 2.2, 2.2), spread=0.1),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("confidence", [False, True])
+def test_hardware_aware(curve, confidence):
+    target = tiny_target("llama", attn_implementation="sdpa")
+    plain = target.generate(prompt(6), max_new_tokens=150, do_sample=False)
+    drafter = scripted_drafter(target, plain[0], accuracy=0.9, enable_confidence_head=confidence)
+    if confidence:
+        torch.nn.init.constant_(drafter.confidence_head.proj.bias, 2.0)
+    drafter.round_costs = CURVES[curve]
+    with trace(drafter) as rounds:
+        out = target.generate(prompt(6), assistant_model=drafter, max_new_tokens=150, do_sample=False)
+    assert out.tolist() == plain.tolist()
+    lengths = {len(a_round.draft) for a_round in rounds}
+    assert (lengths == {0}) == (curve == "never worth drafting")
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 14))

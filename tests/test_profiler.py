@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel, modeling_dspark, trace
 from hf_dspark.cli import app
-from hf_dspark.generation import hook, profiler
+from hf_dspark.generation import decoding, profiler
 from hf_dspark.generation import trace as trace_module
-from hf_dspark.generation.decoding import speculative_decoding
+from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
 from hf_dspark.scheduling.costs import RoundCosts
+from hf_dspark.scheduling.hardware_aware import HardwareAware
 from hf_dspark.scheduling.profile import HardwareProfile
 
 MS = 1e-3
@@ -294,6 +295,22 @@ def test_an_estimate_is_the_last_resort_and_said_to_be(pair, warnings_logged, mo
     assert not cached()
 
 
+def test_generate_measures_and_schedules_unless_settings_say_how_long_drafts_are(machine, monkeypatch):
+    monkeypatch.setattr(decoding, "ensure_costs", ensure_costs)
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    machine.run(target, drafter)
+    greedy = {"max_new_tokens": 30, "do_sample": False}
+    plain = target.generate(prompt(12), **greedy)
+    drafter.generation_config.num_assistant_tokens = 2
+    assert torch.equal(target.generate(prompt(12), assistant_model=drafter, **greedy), plain)
+    assert drafter.round_costs is None
+    drafter.generation_config.num_assistant_tokens = None
+    assert torch.equal(target.generate(prompt(12), assistant_model=drafter, **greedy), plain)
+    assert len(drafter.round_costs.verify) == drafter.config.num_draft_tokens + 1
+    assert isinstance(scheduler_of(drafter), HardwareAware)
+
+
 # Nobody notices
 
 
@@ -308,17 +325,19 @@ def test_measuring_changes_nothing_for_the_generate_that_it_happens_in(machine, 
         torch.manual_seed(3)
         return target.generate(prompt(12), assistant_model=drafter, max_new_tokens=40, do_sample=do_sample)
 
-    def measuring_first(target, input_ids, assistant_model, **arguments):
-        if assistant_model.generation_config.num_assistant_tokens is None:
-            ensure_costs(target, assistant_model)
-        return speculative_decoding(target, input_ids, assistant_model=assistant_model, **arguments)
+    costs = []
+
+    def measure_only(target, drafter, depth):
+        ensure_costs(target, drafter, depth)
+        costs.append(drafter.round_costs)
+        drafter.round_costs = None  # the same schedule, so that the same random numbers say the same
 
     expected = text()
     machine.run(target, drafter)
-    monkeypatch.setattr(hook, "speculative_decoding", measuring_first)
+    monkeypatch.setattr(decoding, "ensure_costs", measure_only)
     with trace(drafter) as rounds:
         assert torch.equal(text(), expected)
-    assert drafter.round_costs is not None
+    assert len(costs) == 1 and costs[0] is not None
     assert sum(1 + a_round.accepted for a_round in rounds) == 39, "none but those of this text"
     assert settings == (target.generation_config.to_dict(), drafter.generation_config.to_dict())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())

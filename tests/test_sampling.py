@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from scipy.stats import chisquare
 from hf_dspark import trace
 from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
+from hf_dspark.generation.trace import Clock
+from hf_dspark.scheduling.costs import RoundCosts
 
 SIGNIFICANT = 1e-4  # seeds are fixed: a test passes or fails, it does not flicker
 
@@ -90,6 +93,45 @@ def test_confidence_threshold(threshold):
     with trace(drafter) as rounds:
         assert transition_pvalue(target, drafter) > SIGNIFICANT
     assert len({len(a_round.draft) for a_round in rounds}) > 2, "the threshold decides nothing"
+
+
+CURVES = {
+    "smooth": RoundCosts(draft=0.05, verify=(1.0, 1.08, 1.16, 1.24, 1.32, 1.4)),
+    "cliff": RoundCosts(draft=0.02, verify=(1.0, 1.0, 1.25, 1.27, 1.29, 1.31), spread=0.05),
+}
+
+
+@pytest.fixture
+def erratic_clock(monkeypatch):
+    """Round times that jump about, the same in every run."""
+    times = random.Random(0)
+    monkeypatch.setattr(Clock, "elapsed", lambda clock: 10 ** times.uniform(-0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("head", "curve", "bias"),
+    [("vanilla", "smooth", -1.5), ("vanilla", "cliff", -1.5), ("gated", "cliff", -1.5), ("rnn", "cliff", 1.5)],
+)
+def test_hardware_aware(head, curve, bias, erratic_clock):
+    target = memoryless_target()
+    drafter = bold_drafter(target, markov_head_type=head)
+    with torch.no_grad():
+        drafter.confidence_head.proj.bias.add_(bias)  # about right: drafting pays, and confidence decides how much
+    drafter.round_costs = CURVES[curve]
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
+    lengths = [len(a_round.draft) for a_round in rounds]
+    assert min(lengths.count(0), sum(length > 0 for length in lengths)) > 5
+    assert len(set(lengths)) > 3, "the scheduler decides too little to tell anything"
+
+
+def test_hardware_aware_without_confidence_head(erratic_clock):
+    target = memoryless_target()
+    drafter = bold_drafter(target, enable_confidence_head=False)
+    drafter.round_costs = CURVES["smooth"]
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
+    assert len({len(a_round.draft) for a_round in rounds}) > 2
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

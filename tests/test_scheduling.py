@@ -1,28 +1,319 @@
-"""Schedulers admit a prefix, by the rule they are named after."""
+"""Schedulers do what they are named after, lose no more than they say, and leave the target's distribution alone."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import copy
+import itertools
+import random
+
+import pytest
+from conftest import tiny_drafter, tiny_target
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength
+from hf_dspark.generation.candidate_generator import scheduler_of
+from hf_dspark.scheduling.costs import RoundCosts
+from hf_dspark.scheduling.hardware_aware import HardwareAware
+from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 
 confidences = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
 
-def admitted(scheduler, confidences) -> int:
-    for k, confidence in enumerate(confidences):
-        if not scheduler.admits(k, confidence):
-            return k
-    return len(confidences)
+def decide(scheduler: Scheduler, confidences, do_sample: bool = True) -> tuple[int, int]:
+    """How many tokens a round may draft, and how many it verifies; asked as the candidate generator asks."""
+    limit = count = scheduler.limit(len(confidences))
+    for k in range(limit):
+        if not scheduler.admits(k, confidences[k]):
+            count = k
+            break
+    return limit, count if do_sample or not limit else scheduler.keep(count)
 
 
 @given(confidences, st.integers(0, 8))
 def test_fixed_length(confidences, length):
-    assert admitted(FixedLength(length), confidences) == min(length, len(confidences))
+    assert decide(FixedLength(length), confidences)[1] == min(length, len(confidences))
 
 
 @given(confidences, st.integers(0, 8), st.floats(0.01, 1))
 def test_confidence_threshold(confidences, length, threshold):
     expected = next((k for k, c in enumerate(confidences) if c < threshold), len(confidences))
-    assert admitted(ConfidenceThreshold(threshold, length), confidences) == min(length, expected)
+    assert decide(ConfidenceThreshold(threshold, length), confidences)[1] == min(length, expected)
+
+
+def test_the_drafters_settings_choose_the_scheduler():
+    drafter = tiny_drafter(tiny_target("llama"))
+    config = drafter.generation_config
+    assert scheduler_of(drafter) == FixedLength(5), "nothing is known of this machine"
+    drafter.round_costs = RoundCosts(draft=0.1, verify=(1.0,) * 6)
+    for do_sample in (False, True):
+        scheduler = scheduler_of(drafter, do_sample)
+        assert isinstance(scheduler, HardwareAware)
+        assert (scheduler.length, scheduler.do_sample) == (5, do_sample)
+    config.num_assistant_tokens = 2
+    assert scheduler_of(drafter) == FixedLength(2)
+    config.assistant_confidence_threshold = 0.4
+    assert scheduler_of(drafter) == ConfidenceThreshold(0.4, 2)
+    config.num_assistant_tokens = None
+    assert scheduler_of(drafter) == ConfidenceThreshold(0.4, 5)
+
+
+# The distribution of the output, by enumeration. Two tokens, A and B, of probability P in the text and Q in drafts of
+# at most two tokens. The first is accepted with probability sum(min(P, Q)) = .8; of the second the confidence says .9
+# after A and 0 after B. Verifying 1, 2 or 3 tokens takes 1, 2 or 2.22 seconds. Who looks at the second confidence
+# before admitting the first token verifies drafts that begin with A, and drops the others: A gains.
+
+P, Q = (0.7, 0.3), (0.5, 0.5)
+STEEP = RoundCosts(draft=0.0, verify=(1.0, 1 / 0.5, 1 / 0.45))
+CURVES = {
+    "steep": STEEP,
+    "flat": RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0)),
+    "cliff": RoundCosts(draft=0.1, verify=(1.0, 1.7, 1.75), spread=0.1),
+    "late cliff": RoundCosts(draft=0.1, verify=(1.0, 1.05, 2.2)),
+    "dear": RoundCosts(draft=0.9, verify=(1.0, 1.1, 1.2), overhead=0.1),
+}
+
+
+def confidence(drafted: tuple[int, ...]) -> float:
+    return (0.8, 0.9, 0.0)[0 if not drafted else 1 + drafted[0]]
+
+
+def causal(scheduler: Scheduler, draft: tuple[int, ...], limit: int) -> int:
+    """How many tokens of a draft go to verification when the scheduler is asked as the generator asks."""
+    for k in range(limit):
+        if not scheduler.admits(k, confidence(draft[:k])):
+            return k
+    return limit
+
+
+def anticipating(scheduler: Scheduler, draft: tuple[int, ...], limit: int) -> int:
+    """Wrong: the best length of the draft, all confidences known; right only when greedy."""
+    for k in range(limit):
+        scheduler.admits(k, confidence(draft[:k]))
+    return scheduler.keep(limit)
+
+
+def verified(draft: tuple[int, ...]):
+    """What verification commits of a draft, with the probability and the number of accepted tokens."""
+    mass = 1.0
+    residual = [max(p - q, 0) for p, q in zip(P, Q, strict=True)]
+    for k, token in enumerate(draft):
+        accept = min(1, P[token] / Q[token])
+        for other in range(2):
+            replaced = mass * (1 - accept) * residual[other] / sum(residual)
+            if replaced:
+                yield (*draft[:k], other), replaced, k
+        mass *= accept
+    for last in range(2):
+        yield (*draft, last), mass * P[last], len(draft)
+
+
+def texts(scheduler: Scheduler, choose, length: int, text=(), mass=1.0) -> dict[tuple[int, ...], float]:
+    """Exact distribution of the first `length` tokens, over as many rounds as they take."""
+    if len(text) >= length:
+        return {text[:length]: mass}
+    total: dict[tuple[int, ...], float] = {}
+    for draft in itertools.product(range(2), repeat=2):
+        drafter_mass = mass * Q[draft[0]] * Q[draft[1]]
+        before = copy.deepcopy(scheduler)
+        limit = before.limit(2)
+        count = choose(before, draft, limit) if limit else 0
+        for committed, probability, accepted in verified(draft[:count]):
+            after = copy.deepcopy(before)
+            after.observe(count, accepted, 1.0 + count + len(committed) * text.count(0))
+            for end, m in texts(after, choose, length, text + committed, drafter_mass * probability).items():
+                total[end] = total.get(end, 0.0) + m
+    return total
+
+
+def shift(distribution: dict[tuple[int, ...], float], length: int) -> float:
+    """Largest difference from the target's distribution of texts."""
+    return max(
+        abs(distribution.get(text, 0.0) - P[0] ** text.count(0) * P[1] ** text.count(1))
+        for text in itertools.product(range(2), repeat=length)
+    )
+
+
+SCHEDULERS = {
+    "fixed": lambda: FixedLength(2),
+    "threshold": lambda: ConfidenceThreshold(0.5, 2),
+    **{name: lambda costs=costs: HardwareAware(costs, 2, do_sample=True) for name, costs in CURVES.items()},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_enumerated_texts_have_the_targets_distribution(name):
+    assert shift(texts(SCHEDULERS[name](), causal, 3), 3) < 1e-12
+
+
+def test_the_steep_schedule_depends_on_the_confidences():
+    """So the enumeration is of a scheduler that decides something."""
+    lengths = []
+    for first in (0, 1):
+        scheduler = HardwareAware(STEEP, 2, do_sample=True)
+        lengths.append(causal(scheduler, (first, 0), scheduler.limit(2)))
+    assert lengths == [2, 1]
+
+
+def test_a_scheduler_that_looks_ahead_is_caught():
+    def impatient() -> HardwareAware:  # stakes nothing on what later drafts may bring
+        return HardwareAware(STEEP, 2, do_sample=False)
+
+    distribution = texts(impatient(), anticipating, 1)
+    assert distribution[(0,)] == pytest.approx(0.85)
+    assert shift(texts(impatient(), anticipating, 3), 3) > 0.05
+
+
+# What is chosen.
+
+
+def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, confidences, noise: float = 0.0) -> list:
+    """Decode on a machine of such `costs`, `accepts(round)` drafts are right; (committed, seconds, limit) a round."""
+    played, draw = [], random.Random(0)
+    for place in range(rounds):
+        limit, count = decide(scheduler, confidences, scheduler.do_sample)
+        accepted = min(count, accepts(place))
+        seconds = costs.verify[count] + costs.overhead + (costs.draft if limit else 0)
+        scheduler.observe(count, accepted, seconds * draw.lognormvariate(0, noise))
+        played.append((1 + accepted, seconds, limit))
+    return played
+
+
+def settled(scheduler: HardwareAware, accepted: int) -> HardwareAware:
+    """After a while in which so many tokens of each draft were right, as was foreseen."""
+    sure = [1.0 if k < accepted else 0.1 for k in range(scheduler.length)]
+    play(scheduler, scheduler.costs, lambda _: accepted, 100, sure)
+    return scheduler
+
+
+def draft_length(scheduler: HardwareAware, confidences) -> int:
+    limit, count = decide(scheduler, confidences, scheduler.do_sample)
+    while limit == 0:  # a round to compare with
+        scheduler.observe(0, 0, scheduler.plain)
+        limit, count = decide(scheduler, confidences, scheduler.do_sample)
+    return count
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_length_follows_confidence_and_costs(do_sample):
+    cheap = RoundCosts(draft=0.2, verify=(1.0, 1.01, 1.02, 1.03, 1.04))
+    dear = RoundCosts(draft=0.2, verify=(1.0, 1.3, 1.6, 1.9, 2.2))
+    unsure = [0.9, 0.6, 0.2, 0.1]
+    assert draft_length(settled(HardwareAware(cheap, 4, do_sample), 2), unsure) >= 3
+    assert draft_length(settled(HardwareAware(dear, 4, do_sample), 2), unsure) in (1, 2)
+    assert draft_length(settled(HardwareAware(dear, 4, do_sample), 2), [0.99, 0.99, 0.99, 0.99]) == 4
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_crosses_a_cliff(do_sample):
+    """The second token alone does not pay for the step that its verification takes; with the others it does."""
+    cliff = RoundCosts(draft=0.1, verify=(1.0, 1.7, 1.75, 1.8, 1.85))
+    scheduler = settled(HardwareAware(cliff, 4, do_sample), 3)
+    assert scheduler.rate * 1.7 > 1 + 0.8, "the first step pays by itself: this tests nothing"
+    assert draft_length(scheduler, [0.8, 0.9, 0.9, 0.9]) == 4
+    assert draft_length(scheduler, [0.05, 0.9, 0.9, 0.9]) == 0
+
+
+def test_greedy_sees_what_sampling_may_not():
+    cliff = RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.8, 1.85, 1.9))
+    doubtful_late = [0.99, 0.99, 0.01, 0.01]
+    assert draft_length(settled(HardwareAware(cliff, 4, do_sample=False), 4), doubtful_late) == 1
+    assert draft_length(settled(HardwareAware(cliff, 4, do_sample=True), 4), doubtful_late) >= 2
+
+
+def test_noisy_savings_are_no_reason_to_cut():
+    steady = RoundCosts(draft=0.2, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
+    noisy = RoundCosts(draft=0.2, verify=steady.verify, spread=0.9)
+    unsure = [0.9, 0.4, 0.3, 0.3]
+    assert draft_length(settled(HardwareAware(steady, 4, do_sample=False), 2), unsure) < 4
+    assert draft_length(settled(HardwareAware(noisy, 4, do_sample=False), 2), unsure) == 4
+
+
+def test_without_confidence_head_past_acceptance_decides():
+    dear = RoundCosts(draft=0.05, verify=(1.0, 1.2, 1.4, 1.6, 1.8))
+    scheduler = HardwareAware(dear, 4, do_sample=True)
+    play(scheduler, dear, lambda r: r % 4 > 0, 400, [None] * 4)  # the first token is right three times in four
+    assert draft_length(scheduler, [None] * 4) == 1
+
+
+# What it costs to be wrong.
+
+
+def slowdown(rounds, plain: float) -> float:
+    return sum(r[1] for r in rounds) / (sum(r[0] for r in rounds) * plain)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    draft=st.floats(0.05, 2),
+    slope=st.floats(0, 0.5),
+    wrongly_sure=st.floats(0.5, 1),
+    noise=st.floats(0, 0.1),
+    do_sample=st.booleans(),
+)
+def test_useless_drafts_cost_three_percent_at_most(draft, slope, wrongly_sure, noise, do_sample):
+    costs = RoundCosts(draft=draft, verify=tuple(1 + slope * n for n in range(6)), overhead=0.05)
+    scheduler = HardwareAware(costs, 5, do_sample)
+    rounds = play(scheduler, costs, lambda _: 0, 1000, [wrongly_sure] * 5, noise)
+    assert slowdown(rounds, scheduler.plain) < 1.03
+
+
+def test_drafts_that_turn_bad_and_good_again():
+    costs = RoundCosts(draft=0.2, verify=(1.0, 1.02, 1.04, 1.06, 1.08))
+    scheduler = HardwareAware(costs, 4, do_sample=True)
+    good = play(scheduler, costs, lambda _: 3, 100, [0.9] * 4)
+    assert slowdown(good, scheduler.plain) < 0.35
+    bad = play(scheduler, costs, lambda _: 0, 400, [0.9] * 4)
+    assert slowdown(bad, scheduler.plain) < 1.065, "no more than what was gained before, and the allowance"
+    assert 0 < sum(limit > 0 for *_, limit in bad[100:]) < 300 / 10, "probes, now and then"
+    again = play(scheduler, costs, lambda _: 3, 100, [0.9] * 4)
+    assert slowdown(again, scheduler.plain) < 0.5
+
+
+def test_what_can_never_pay_is_never_drafted():
+    costs = RoundCosts(draft=6.0, verify=(1.0, 1.0, 1.0, 1.0, 1.0))
+    assert {HardwareAware(costs, 4, do_sample).limit(100) for do_sample in (False, True)} == {0}
+
+
+def test_no_draft_for_the_last_word():
+    costs = RoundCosts(draft=0.8, verify=(1.0, 1.0, 1.0, 1.0, 1.0))
+    scheduler = settled(HardwareAware(costs, 4, do_sample=True), 4)
+    assert scheduler.limit(0) == 0
+    assert scheduler.limit(1) == 0, "one token more does not pay for the draft"
+    assert scheduler.limit(4) == 4
+
+
+def test_measured_times_correct_the_profile():
+    """A profile that takes drafting for cheap, on a machine where it is not, and the other way round."""
+    told = RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0))
+    found = RoundCosts(draft=1.0, verify=(1.0, 1.0, 1.0))
+    scheduler = HardwareAware(told, 2, do_sample=True)
+    rounds = play(scheduler, found, lambda r: r % 2, 1000, [0.5] * 2)
+    assert scheduler.price > 1.5
+    assert slowdown(rounds[200:], scheduler.plain) < 1.03
+
+    scheduler = HardwareAware(found, 2, do_sample=True)
+    play(scheduler, told, lambda r: r % 2, 1000, [0.5] * 2)
+    assert scheduler.price < 0.75
+
+
+def test_load_that_slows_everything_changes_nothing():
+    costs = RoundCosts(draft=0.3, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
+    loaded = RoundCosts(draft=0.9, verify=tuple(3 * t for t in costs.verify))
+    here, there = (HardwareAware(costs, 4, do_sample=True) for _ in range(2))
+    idle = play(here, costs, lambda r: r % 4, 500, [0.7] * 4)
+    busy = play(there, loaded, lambda r: r % 4, 500, [0.7] * 4)
+    assert [r[2] for r in idle] == [r[2] for r in busy]
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        RoundCosts(draft=0.1, verify=(1.0, 1.0)),
+        RoundCosts(draft=0.1, verify=(0.0, 1.0, 1.0)),
+        RoundCosts(draft=float("nan"), verify=(1.0, 1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_costs_that_are_none_are_refused(costs):
+    with pytest.raises(ValueError, match="Measure them again"):
+        HardwareAware(costs, 2, do_sample=False)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.generation import BaseStreamer
 
 from ..devices import device_name
+from ..generation.profiler import ensure_costs
 from ..generation.trace import Round, acceptance_length, trace
 from ..modeling_dspark import DSparkModel
 from ..version import __version__
@@ -97,6 +98,7 @@ def evaluate(
             template, or a prompt is random tokens; all before anything is measured.
     """
     drafter.check_target(target)
+    ensure_costs(target, drafter)
     variants, reasons = variants_for(target, drafter, baselines)
     if tokenizer.chat_template is None:
         raise ValueError("The target's tokenizer has no chat template, which says how prompts are put to the target.")

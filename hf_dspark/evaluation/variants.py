@@ -35,7 +35,8 @@ def as_configured(drafter: DSparkModel) -> Iterator[dict]:
 @contextmanager
 def full_blocks(drafter: DSparkModel) -> Iterator[dict]:
     """The drafter, verifying all that it drafts."""
-    with _replaced(drafter.generation_config, num_assistant_tokens=None, assistant_confidence_threshold=None):
+    whole = {"num_assistant_tokens": drafter.config.num_draft_tokens, "assistant_confidence_threshold": None}
+    with _replaced(drafter.generation_config, **whole):
         yield {"assistant_model": drafter}
 
 

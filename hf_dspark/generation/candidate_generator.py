@@ -8,14 +8,23 @@ from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
 from ..modeling_dspark import DSparkModel
+from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 from .draft_context import DraftContext
 from .trace import Clock, Round
 
 
-def scheduler_of(drafter: DSparkModel) -> Scheduler:
+def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
     """
-    The scheduler that `drafter.generation_config` asks for.
+    The scheduler of a request, as `drafter.generation_config` asks for it.
+
+    `assistant_confidence_threshold` stops drafts by confidence, `num_assistant_tokens` alone fixes their length; with
+    neither, it is what pays on this machine if `drafter.round_costs` tells what a round costs here, and else the
+    whole block.
+
+    Args:
+        drafter: the drafter.
+        do_sample: whether the request samples.
 
     Raises:
         ValueError: a confidence threshold for a drafter without confidence head, or a length that it cannot draft.
@@ -25,14 +34,16 @@ def scheduler_of(drafter: DSparkModel) -> Scheduler:
     if not 0 <= length <= most:
         raise ValueError(f"`num_assistant_tokens` is {length}, this drafter drafts 0 to {most} tokens.")
     threshold = config.assistant_confidence_threshold
-    if not threshold:
-        return FixedLength(length)
-    if drafter.confidence_head is None:
-        raise ValueError(
-            "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
-            "`num_assistant_tokens` instead."
-        )
-    return ConfidenceThreshold(threshold, length)
+    if threshold:
+        if drafter.confidence_head is None:
+            raise ValueError(
+                "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
+                "`num_assistant_tokens` instead."
+            )
+        return ConfidenceThreshold(threshold, length)
+    if config.num_assistant_tokens is None and drafter.round_costs is not None:
+        return HardwareAware(drafter.round_costs, length, do_sample)
+    return FixedLength(length)
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -85,10 +96,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             it is empty.
         """
         self.clock.lap("rest")
-        room = self.max_length - input_ids.shape[1] - 1  # the verification adds a token of the target's own
         start = input_ids.shape[1]
         self._draft, self._confidences = input_ids[:, :0], []
-        if room < 1 or not self.scheduler.admits(0, None):
+        limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
+        if not limit:
             return input_ids, None
         drafter, head = self.drafter, self.drafter.markov_head
         hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
@@ -103,7 +114,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
-        for k, h in enumerate(slots[:room]):
+        for k, h in enumerate(slots[:limit]):
             embedding = None if head is None else self._embedding(input_ids)
             if not self.scheduler.admits(k, self._confidence(h, embedding)):
                 break
@@ -116,6 +127,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
+        if not self.do_sample:
+            input_ids = input_ids[:, : start + self.scheduler.keep(len(scores))]
         self.clock.lap("head")
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
@@ -149,12 +162,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return scores.argmax(-1, keepdim=True), scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
-        """Record how many tokens of the last draft were accepted, and start the clock for the next."""
-        if self.drafter.rounds is not None and self._draft is not None:
+        """Tell the scheduler and the trace how the last round ended, and start the clock for the next."""
+        if self._draft is not None:
             draft = self._draft[0].tolist()
             ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
             self.clock.lap("rest")
-            self.drafter.rounds.append(
-                Round(draft, self._confidences[: len(draft)], num_matches, ended, self.clock.seconds)
-            )
+            self.scheduler.observe(len(draft), num_matches, self.clock.elapsed())
+            if self.drafter.rounds is not None:
+                confidences = self._confidences[: len(draft)]
+                self.drafter.rounds.append(Round(draft, confidences, num_matches, ended, self.clock.seconds))
         self.clock.restart()

@@ -26,6 +26,7 @@ from ..taps import TargetTaps
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
 from .outputs import GenerationRecord
+from .profiler import ensure_costs
 from .trace import Clock
 from .verification import verify
 
@@ -58,8 +59,9 @@ def speculative_decoding(
     """
     drafter = assistant_model
     check_request(input_ids, logits_processor, synced_gpus, model_kwargs)
-    scheduler = scheduler_of(drafter)
     drafter.bind(target)
+    ensure_costs(target, drafter, depth=input_ids.shape[1])
+    scheduler = scheduler_of(drafter, generation_config.do_sample)
     held = model_kwargs[CACHE].get_seq_length()  # positions of an earlier turn
     prompt_mask = model_kwargs.get("attention_mask")
     record = GenerationRecord(generation_config)

@@ -23,29 +23,30 @@ class DraftContext:
     def __init__(self, drafter: DSparkModel, start: int = 0):
         self._drafter = weakref.ref(drafter)
         self._cache = ContextCache(start)
-        self._pending: torch.Tensor | None = None
+        self._pending: list[torch.Tensor] = []  # features of rounds since the last draft
         self._token_ids: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
         """Number of committed positions held."""
-        return self._cache.length + (0 if self._pending is None else self._pending.shape[1])
+        return self._cache.length + sum(features.shape[1] for features in self._pending)
 
     def extend(self, features: torch.Tensor) -> None:
         """Add the features (1, rows, K * target_hidden_size) of the positions committed since."""
-        self._pending = features if self._pending is None else torch.cat([self._pending, features], dim=1)
+        self._pending.append(features)
 
     def block_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
         """Final hidden states (1, B, hidden_size) of the block at `anchor` (1, 1)."""
         drafter = self._drafter()
-        output: DSparkOutput = drafter(drafter.block_ids(anchor), self._pending, cache=self._cache)
-        self._pending = self._pending[:, :0]
+        pending = torch.cat(self._pending, dim=1)
+        output: DSparkOutput = drafter(drafter.block_ids(anchor), pending, cache=self._cache)
+        self._pending = [pending[:, :0]]
         return output.last_hidden_state
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` positions."""
-        if self._pending is not None:
-            self._pending = self._pending[:, : max(length - self._cache.length, 0)]
+        if self._pending:
+            self._pending = [torch.cat(self._pending, dim=1)[:, : max(length - self._cache.length, 0)]]
         self._cache.crop(length)
 
     def attach(self, target_cache: object, token_ids: torch.Tensor) -> None:

@@ -99,12 +99,16 @@ _one_at_a_time = threading.Lock()
 
 def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) -> None:
     """
-    Set `drafter.round_costs` to what rounds with this target cost on this machine at that depth of context.
+    Set `drafter.round_costs` to what rounds with this target cost on this machine at that depth of context, unless the
+    drafter's `generation_config` says how long drafts are.
 
     They come from the drafter's own profile or from the cache, if one of the two has an entry for exactly this and a
     verification still takes as long; otherwise from a quick profile, which is cached; failing that, from an estimate
     if there are figures for the device, or they are `None`. Costs that were set by hand stay. Nothing of this raises.
     """
+    settings = drafter.generation_config
+    if settings.num_assistant_tokens is not None or settings.assistant_confidence_threshold:
+        return
     state = (target.device, target.dtype, drafter.dtype, target.config._attn_implementation, torch.get_num_threads())
     known = _known.get(drafter)
     if known is None and drafter.round_costs is not None:

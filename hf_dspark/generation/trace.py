@@ -73,7 +73,12 @@ class Clock:
 
     def restart(self) -> None:
         """Begin a round."""
-        self.seconds, self._last = Seconds(), time.perf_counter()
+        self.seconds, self._begin = Seconds(), time.perf_counter()
+        self._last = self._begin
+
+    def elapsed(self) -> float:
+        """Seconds since the round began; known of every clock, running or not."""
+        return time.perf_counter() - self._begin
 
     def lap(self, part: Literal["draft", "head", "verify", "rest"]) -> None:
         """Count the time since the last lap as `part` of the round's `seconds`."""
