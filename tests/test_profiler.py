@@ -329,7 +329,8 @@ def test_measuring_changes_nothing_for_the_generate_that_it_happens_in(machine, 
 
     def measure_only(target, drafter, depth):
         ensure_costs(target, drafter, depth)
-        costs.append(drafter.round_costs)
+        if drafter.round_costs is not None:  # as while rounds are measured
+            costs.append(drafter.round_costs)
         drafter.round_costs = None  # the same schedule, so that the same random numbers say the same
 
     expected = text()
@@ -337,7 +338,7 @@ def test_measuring_changes_nothing_for_the_generate_that_it_happens_in(machine, 
     monkeypatch.setattr(decoding, "ensure_costs", measure_only)
     with trace(drafter) as rounds:
         assert torch.equal(text(), expected)
-    assert len(costs) == 1 and costs[0] is not None
+    assert len(costs) == 1
     assert sum(1 + a_round.accepted for a_round in rounds) == 39, "none but those of this text"
     assert settings == (target.generation_config.to_dict(), drafter.generation_config.to_dict())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())
