@@ -146,7 +146,10 @@ def model_card(
     report = read_report(folder / REPORT) if (folder / REPORT).exists() else {"sets": {}}
     training = _read_record(folder / TRAINING) if (folder / TRAINING).exists() else {}
     results = [
-        (name, MODES[mode], found[mode]) for name, found in report["sets"].items() for mode in MODES if mode in found
+        (name, MODES[mode], _in_whole_blocks(found[mode]))
+        for name, found in report["sets"].items()
+        for mode in MODES
+        if mode in found
     ]
     metadata = ModelCardData(
         base_model=config.base_model,
@@ -181,6 +184,12 @@ def model_card(
         curve=_curve(training.get("curve")),
     )
     return _signed(text + "\n")
+
+
+def _in_whole_blocks(result: dict) -> dict:
+    """A result with the acceptance length of whole blocks, which is the drafter's own, not its scheduler's."""
+    whole = (result.get("full_blocks") or {}).get("acceptance_length")
+    return result if whole is None else result | {"acceptance_length": whole}
 
 
 def _eval_results(results: Sequence[tuple[str, str, dict]]) -> list[EvalResult]:
