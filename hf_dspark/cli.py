@@ -26,6 +26,27 @@ def name_of(model: str | Path) -> str:
     return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype that `--dtype` names."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise typer.BadParameter(f"{name} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
+    return dtype
+
+
+def load_both(target: str, drafter: str | Path, dtype: torch.dtype) -> tuple:
+    """The target with its tokenizer, and the drafter, on the accelerator if there is one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .modeling_dspark import DSparkModel
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    folder = target_folder(target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+    draft_model = DSparkModel.from_pretrained(drafter, dtype=dtype).eval().to(device)
+    return model, AutoTokenizer.from_pretrained(folder), draft_model
+
+
 Target = Annotated[str, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")]
 
 
@@ -170,12 +191,9 @@ def evaluate(
     seed: int = 0,
 ) -> None:
     """Measure a drafter on sets of prompts: acceptance, speed, confidence; greedy and at temperature 1."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from .demo import DRAFTER, REPOSITORY
     from .evaluation.measurement import evaluate, summary
     from .evaluation.prompts import read_sets
-    from .modeling_dspark import DSparkModel
 
     if report_folder is not None:
         try:
@@ -186,12 +204,8 @@ def evaluate(
         sets = read_sets(prompts, limit)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
-    if not isinstance(dtype_of_both := getattr(torch, dtype, None), torch.dtype):
-        raise typer.BadParameter(f"{dtype} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    folder = target_folder(target)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of_both).eval().to(device)
-    draft_model = DSparkModel.from_pretrained(drafter or DRAFTER, dtype=dtype_of_both).eval().to(device)
+    dtype_of_both = named_dtype(dtype)
+    model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, dtype_of_both)
     if num_assistant_tokens is not None:
         draft_model.generation_config.num_assistant_tokens = num_assistant_tokens
     if confidence_threshold is not None:
@@ -199,7 +213,7 @@ def evaluate(
     try:
         reports = evaluate(
             model,
-            AutoTokenizer.from_pretrained(folder),
+            tokenizer,
             draft_model,
             sets,
             max_new_tokens=max_new_tokens,
@@ -232,12 +246,9 @@ def profile(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
     """Measure what rounds cost on this machine, into the hardware profile that travels with the drafter."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from .demo import DRAFTER, PROMPTS
     from .evaluation.hardware import prompt_ids, summary
     from .generation import profiler
-    from .modeling_dspark import DSparkModel
     from .scheduling.profile import HardwareProfile
 
     if plot is not None:
@@ -245,8 +256,7 @@ def profile(
             from .evaluation.plots import save_steps_per_second
         except ImportError as error:
             raise typer.BadParameter(f"A plot needs {error.name}: pip install 'hf-dspark[report]'.") from error
-    if not isinstance(dtype_of_both := getattr(torch, dtype, None), torch.dtype):
-        raise typer.BadParameter(f"{dtype} is no dtype; use bfloat16 or float32.", param_hint="--dtype")
+    dtype_of_both = named_dtype(dtype)
     drafter = drafter or str(DRAFTER)
     output = output or Path(drafter if Path(drafter).is_dir() else ".")
     try:
@@ -255,11 +265,7 @@ def profile(
         known = None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    folder = target_folder(target)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of_both).eval().to(device)
-    draft_model = DSparkModel.from_pretrained(drafter, dtype=dtype_of_both).eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
         with rich.get_console().status("Measuring, a minute or two ..."):
             entry = profiler.profile(model, draft_model, [prompt_ids(tokenizer, prompt) for prompt in PROMPTS])

@@ -164,11 +164,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
         """Tell the scheduler and the trace how the last round ended, and start the clock for the next."""
         if self._draft is not None:
-            draft = self._draft[0].tolist()
-            ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
             self.clock.lap("rest")
-            self.scheduler.observe(len(draft), num_matches, self.clock.elapsed())
+            self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
             if self.drafter.rounds is not None:
+                draft = self._draft[0].tolist()
+                ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
                 confidences = self._confidences[: len(draft)]
                 self.drafter.rounds.append(Round(draft, confidences, num_matches, ended, self.clock.seconds))
         self.clock.restart()

@@ -12,6 +12,7 @@ from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..files import write_text
 from .conversations import answered_anew, self_written
 
 SETTINGS = "settings.json"
@@ -188,9 +189,7 @@ def _check_settings(folder: Path, settings: dict) -> None:
     settings = json.loads(json.dumps(settings))
     file = folder / SETTINGS
     if not file.exists():
-        scratch = folder / f".{SETTINGS}"
-        scratch.write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(scratch, file)
+        write_text(file, json.dumps(settings, indent=2) + "\n")
         return
     theirs = json.loads(file.read_text())
     wrong = [

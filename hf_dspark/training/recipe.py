@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..files import write_text
 from ..hub import repository_of
 from ..modeling_dspark import DSparkModel
 from .data import load_data, write_data
@@ -86,7 +87,6 @@ def train_drafter(
     """
     output, state = Path(output), PartialState()
     output.mkdir(parents=True, exist_ok=True)
-    set_seed(seed)
     target, tokenizer = load_target(target_path)
     if data is None:
         data = output / "data"
@@ -163,6 +163,4 @@ def _write_record(file: Path, trainer: DSparkTrainer, **facts) -> None:
         if f"eval_{names[0]}" in entry
     }
     record = {**facts, "steps": trainer.state.max_steps, "curve": list(curve.values())}
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(scratch, file)
+    write_text(file, json.dumps(record, indent=2) + "\n")
