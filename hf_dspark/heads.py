@@ -20,6 +20,10 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        """e = W1[x_{k-1}] of shape (..., rank) for the target ids (...) of the tokens before the slots."""
+        return self.markov_w1(previous)
+
     def initial_state(self, hidden: torch.Tensor) -> torch.Tensor:
         """s_0 of shape (..., rank) for hidden states of shape (..., hidden_size); only the RNN head evolves it."""
         return hidden.new_zeros(*hidden.shape[:-1], self.markov_w2.in_features)
@@ -29,6 +33,10 @@ class MarkovHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(f_k, s_k) from e = W1[x_{k-1}], h_k and s_{k-1}; any leading dimensions."""
         return embedding, state
+
+    def logits(self, base_logits: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """U_k + B_k, the logits (..., V_d) of slots with base logits (..., V_d) and f_k (..., rank)."""
+        return base_logits + self.markov_w2(feature)
 
     def unroll(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """f for all slots at once, given all previous tokens: embeddings (..., γ, rank), hidden (..., γ, H)."""

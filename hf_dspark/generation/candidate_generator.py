@@ -121,7 +121,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits = base_logits[:, k]
             if head is not None:
                 feature, state = head.step(embedding, h, state)
-                logits = logits + head.markov_w2(feature)
+                logits = head.logits(logits, feature)
             token, score = self._choose(input_ids, logits)
             if token is None:
                 break
@@ -135,7 +135,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """e of the last token, (1, rank)."""
-        return self.drafter.markov_head.markov_w1(input_ids[:, -1].to(self.device))
+        return self.drafter.markov_head.embed(input_ids[:, -1].to(self.device))
 
     def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
         """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""

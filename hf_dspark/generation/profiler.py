@@ -279,9 +279,9 @@ class _Bench:
         slots = slots[-drafter.config.num_draft_tokens :]
         for hidden, logits in zip(slots, drafter.base_logits(torch.stack(slots, dim=1)).unbind(1)):
             if head is not None:
-                embedding = head.markov_w1(token)
+                embedding = head.embed(token)
                 feature, state = head.step(embedding, hidden, state)
-                logits = logits + head.markov_w2(feature)
+                logits = head.logits(logits, feature)
             if drafter.confidence_head is not None:
                 drafter.confidence_head(hidden, embedding).sigmoid().tolist()
             token = logits.float().argmax(-1)

@@ -128,7 +128,7 @@ class DSparkObjective(nn.Module):
             previous = input_ids[rows, places]
             if unused:  # a block that starts at slot 1 still steps an RNN through slot 0, with the anchor before it
                 previous = torch.cat([previous[..., :1], previous], dim=-1)
-            embeddings = self.drafter.markov_head.markov_w1(previous)
+            embeddings = self.drafter.markov_head.embed(previous)
             sequential = self.drafter.markov_head.unroll(embeddings, hidden)[..., unused:, :]
             embeddings = embeddings[..., unused:, :]
         hidden = hidden[..., unused:, :]
@@ -207,7 +207,7 @@ class DSparkObjective(nn.Module):
         """Cross-entropy, total variation and greedy agreement of each row, (rows,) each."""
         logits = self.drafter.base_logits(hidden)
         if sequential is not None:
-            logits = logits + self.drafter.markov_head.markov_w2(sequential)
+            logits = self.drafter.markov_head.logits(logits, sequential)
         log_q = logits.float().log_softmax(-1)
         p = target_log_probs[rows, places].float().exp()
         cross_entropy = -(p * log_q).sum(-1)
