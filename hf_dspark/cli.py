@@ -139,6 +139,10 @@ def train(
     rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the drafter can propose.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="A token that never occurs in text.")] = None,
+    cache: Annotated[
+        bool,
+        typer.Option(help="Keep what the target says on disk, so that it runs in the first epoch only (see README)."),
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Train a drafter, on text that the target writes itself or on given rows. Run again, it goes on where it was."""
@@ -156,6 +160,7 @@ def train(
         anchors=anchors,
         learning_rate=learning_rate,
         mask_token_id=mask_token_id,
+        cache=cache,
         seed=seed,
         num_hidden_layers=layers,
         block_size=block_size,

@@ -255,6 +255,38 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
     assert losses["whole"] == pytest.approx(losses["halved"], rel=1e-5)
 
 
+def test_a_cached_target_says_the_same_and_runs_once(target, tmp_path, monkeypatch):
+    data, asked, losses = rows(range(10, 18)), [], {}
+    forward = type(target).forward
+
+    def counted(self, ids, **arguments):
+        asked.append(ids)
+        return forward(self, ids, **arguments)
+
+    monkeypatch.setattr(type(target), "forward", counted)
+    for name, cache in (("asked", None), ("cached", tmp_path / "cache"), ("again", tmp_path / "cache")):
+        asked.clear()
+        drafter = tiny_drafter(target, draft_vocab_size=30)
+        prune_vocabulary(drafter, [row["input_ids"] for row in data])
+        trainer = trainer_for(drafter, target, tmp_path, data, max_steps=6, logging_steps=1)
+        trainer.cache_folder = cache
+        trainer.train()
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert sum(map(len, asked)) == {"asked": 24, "cached": 8, "again": 0}[name], "three epochs of eight texts"
+    assert losses["cached"] == pytest.approx(losses["asked"], rel=2e-2)
+    assert losses["again"] == pytest.approx(losses["asked"], rel=2e-2)
+
+    asked.clear()
+    drafter.d2t.fill_(5)  # another draft vocabulary has other log-probabilities
+    other = trainer_for(drafter, target, tmp_path, data)
+    other.cache_folder = tmp_path / "cache"
+    inputs = pad_sequences(data[:2])
+    torch.testing.assert_close(
+        other.target_inputs(inputs)["target_log_probs"], other._ask_target(inputs)["target_log_probs"]
+    )
+    assert asked
+
+
 @pytest.mark.parametrize("head", ["vanilla", "rnn"])
 def test_mixed_precision_trains_as_float32_does(head, tmp_path):
     """A bfloat16 target and autocast, as on accelerators, against float32."""
