@@ -9,6 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
+Backbone = Literal["qwen3", "gemma4", "dflash2"]
 HeadType = Literal["vanilla", "gated", "rnn"]
 
 
@@ -21,8 +22,13 @@ class DSparkConfig(PreTrainedConfig):
         vocab_size: size of the target's vocabulary.
         draft_vocab_size: how many of the target's tokens the drafter can propose; `None` means all. A smaller one
             comes with a `d2t` tensor in the checkpoint (`target_id = draft_id + d2t[draft_id]`).
+        backbone: the kind of draft layers: `"qwen3"`; `"gemma4"`, with norms on both sides of attention and MLP; or
+            `"dflash2"`, Qwen3's with convolutions along the block.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-        hidden_act, rms_norm_eps, attention_bias, rope_parameters, max_position_embeddings: the Qwen3-style backbone.
+        hidden_act, rms_norm_eps, attention_bias, rope_parameters, max_position_embeddings: the size of the backbone.
+        attention_k_eq_v: whether values are made from the keys' projection (`"gemma4"` only).
+        conv_kernel_size: rows that a convolution mixes (`"dflash2"` only).
+        conv_group_size: channels that share the part of a kernel that depends on the row (`"dflash2"` only).
         target_hidden_size: hidden size of the target (default: `hidden_size`).
         num_target_layers: number of decoder layers of the target, when it is known.
         target_layer_ids: the tapped target layers, strictly increasing; `i` is the output of decoder layer `i`, `-1`
@@ -33,14 +39,19 @@ class DSparkConfig(PreTrainedConfig):
             or `k` places after it, so that slot 0 goes unused (`block_size - 1` drafts).
         markov_rank: rank of the sequential head, 0 for none (plain DFlash).
         markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`.
+        selector_rank: rank of a candidate selector, 0 for none; it takes the place of the sequential head.
+        selector_top_k: tokens of each slot that the selector chooses from.
         enable_confidence_head: whether each draft token comes with a predicted acceptance probability.
         confidence_head_with_markov: whether that head also reads the embedding of the previous token.
+        input_embedding_scale: what the embeddings of block tokens are multiplied by.
+        final_logit_softcapping: c of the soft cap `c · tanh(U / c)` on the base logits; `None` for none.
         has_embed_tokens, has_lm_head: whether the checkpoint has its own; otherwise the target's are used.
         base_model: the target's repository on the Hub, when it has one (never a folder).
     """
 
     model_type = "dspark"
 
+    backbone: Backbone = "qwen3"
     vocab_size: int = 151936
     draft_vocab_size: int | None = None
     hidden_size: int = 2560
@@ -56,6 +67,9 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
+    attention_k_eq_v: bool = False
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
     layer_types: list[str] | None = None
     tie_word_embeddings: bool = False
 
@@ -68,8 +82,12 @@ class DSparkConfig(PreTrainedConfig):
 
     markov_rank: int = 256
     markov_head_type: HeadType = "vanilla"
+    selector_rank: int = 0
+    selector_top_k: int = 16
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    input_embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
     has_embed_tokens: bool = False
     has_lm_head: bool = False
     base_model: str | None = None
@@ -92,6 +110,21 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`target_layer_ids` starts at -1 (the embeddings), got {self.target_layer_ids}.")
         if self.markov_head_type not in get_args(HeadType):
             raise ValueError(f"`markov_head_type` is one of {get_args(HeadType)}, got {self.markov_head_type!r}.")
+        if self.backbone not in get_args(Backbone):
+            raise ValueError(f"`backbone` is one of {get_args(Backbone)}, got {self.backbone!r}.")
+        if self.attention_k_eq_v and self.backbone != "gemma4":
+            raise ValueError(f"`attention_k_eq_v` is for Gemma4's draft layers, not for `backbone` {self.backbone!r}.")
+        if self.backbone == "dflash2":
+            if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+                raise ValueError(
+                    f"`conv_group_size` {self.conv_group_size} does not divide `hidden_size` {self.hidden_size}."
+                )
+            if not 0 < self.conv_kernel_size <= self.block_size:
+                raise ValueError(
+                    f"`conv_kernel_size` {self.conv_kernel_size} is not between 1 and `block_size` {self.block_size}."
+                )
+        if self.selector_rank:
+            self._check_selector()
         if self.num_draft_tokens < 1:
             raise ValueError(f"`block_size` {self.block_size} leaves no slot to draft in.")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -110,6 +143,22 @@ class DSparkConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`base_model` is the target's repository on the Hub, such as `org/name`, not {self.base_model!r}."
                 ) from error
+
+    def _check_selector(self) -> None:
+        if self.markov_rank:
+            raise ValueError(
+                f"A drafter has one sequential head: set `markov_rank` (now {self.markov_rank}) or `selector_rank` "
+                f"(now {self.selector_rank}) to 0."
+            )
+        if self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"A candidate selector needs the whole vocabulary of {self.vocab_size} tokens, `draft_vocab_size` is "
+                f"{self.draft_vocab_size}."
+            )
+        if not 0 < self.selector_top_k <= self.vocab_size:
+            raise ValueError(
+                f"`selector_top_k` {self.selector_top_k} is not between 1 and `vocab_size` {self.vocab_size}."
+            )
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):

@@ -20,15 +20,19 @@ from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file,
 
 from . import hub
 from .backbone.context_cache import ContextCache
+from .backbone.dflash2 import DFlash2DecoderLayer
+from .backbone.gemma4 import Gemma4DecoderLayer
 from .backbone.qwen3 import DSparkDecoderLayer
 from .checkpoints import read_config, tensor_shapes
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
-from .heads import SEQUENTIAL_HEADS, ConfidenceHead
+from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
 from .scheduling.costs import RoundCosts
 from .scheduling.profile import HardwareProfile
 
 logger = logging.get_logger(__name__)
+
+BACKBONES = {"qwen3": DSparkDecoderLayer, "gemma4": Gemma4DecoderLayer, "dflash2": DFlash2DecoderLayer}
 
 
 @dataclass
@@ -61,7 +65,7 @@ class DSparkModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["DSparkDecoderLayer"]
+    _no_split_modules: ClassVar[list[str]] = [layer.__name__ for layer in BACKBONES.values()]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -70,7 +74,8 @@ class DSparkModel(PreTrainedModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        layer = BACKBONES[config.backbone]
+        self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
@@ -78,6 +83,7 @@ class DSparkModel(PreTrainedModel):
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         )
         self.markov_head = SEQUENTIAL_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -239,6 +245,11 @@ class DSparkModel(PreTrainedModel):
     # The target
 
     @property
+    def sequential_head(self) -> MarkovHead | CandidateSelector | None:
+        """What tells a slot which token comes before it; `None` in a DFlash drafter."""
+        return self.markov_head if self.markov_head is not None else self.candidate_selector
+
+    @property
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids of the draft vocabulary, (V_d,), or `None` if it is the whole vocabulary."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -332,11 +343,13 @@ class DSparkModel(PreTrainedModel):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings (..., hidden_size) of target token ids (...)."""
-        return F.embedding(input_ids, self._weight("embed_tokens"))
+        return F.embedding(input_ids, self._weight("embed_tokens")) * self.config.input_embedding_scale
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """U, the logits (..., V_d) of hidden states (..., hidden_size), before the sequential head."""
-        return F.linear(hidden, self._weight("lm_head"))
+        logits = F.linear(hidden, self._weight("lm_head"))
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def forward(
         self,

@@ -39,6 +39,11 @@ class DSparkAttention(nn.Module):
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))
 
+    def keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, not yet rotated, and values (R, kv heads, rows, head_dim) of rows (R, rows, hidden_size)."""
+        keys = self.k_norm(self._heads(self.k_proj(rows)))
+        return keys.transpose(1, 2), self._heads(self.v_proj(rows)).transpose(1, 2)
+
     def forward(
         self,
         block: torch.Tensor,
@@ -50,8 +55,7 @@ class DSparkAttention(nn.Module):
         cos, sin = position_embeddings
         rows = torch.cat([context, block], dim=1)
         queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
-        keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2)
-        values = self._heads(self.v_proj(rows)).transpose(1, 2)
+        keys, values = self.keys_and_values(rows)
         queries = rotate(queries, cos[:, context.shape[1] :], sin[:, context.shape[1] :])
         keys = rotate(keys, cos, sin)
         if cache is not None:

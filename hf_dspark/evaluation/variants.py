@@ -44,7 +44,7 @@ def full_blocks(drafter: DSparkModel) -> Iterator[dict]:
 def head_off(drafter: DSparkModel) -> Iterator[dict]:
     """The drafter without sequential and confidence heads, as DFlash would draft; otherwise as configured."""
     with (
-        _replaced(drafter, markov_head=None, confidence_head=None),
+        _replaced(drafter, markov_head=None, candidate_selector=None, confidence_head=None),
         _replaced(drafter.generation_config, assistant_confidence_threshold=None),
     ):
         yield {"assistant_model": drafter}
@@ -88,7 +88,7 @@ def variants_for(
     reasons = {}
     if scheduler_of(drafter) == FixedLength(drafter.config.num_draft_tokens):
         reasons["full_blocks"] = "The drafter as configured verifies full blocks already."
-    if baselines and drafter.markov_head is None:
+    if baselines and drafter.sequential_head is None:
         reasons["head_off"] = "The drafter has no sequential head."
     if baselines and (misfit := dflash_misfit(target, drafter)):
         reasons["transformers_dflash"] = misfit

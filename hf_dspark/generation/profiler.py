@@ -272,7 +272,7 @@ class _Bench:
         return seconds
 
     def _draft(self) -> None:
-        drafter, head = self.drafter, self.drafter.markov_head
+        drafter, head = self.drafter, self.drafter.sequential_head
         token, embedding = self.tokens[:, -1].to(drafter.device), None
         slots = self.draft_context.block_hidden(token[:, None]).unbind(1)
         state = None if head is None else head.initial_state(slots[0])
