@@ -1,4 +1,4 @@
-"""The small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector) and confidence."""
+"""Small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector) and confidence."""
 
 from __future__ import annotations
 

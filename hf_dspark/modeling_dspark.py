@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
 from . import hub
+from .backbone.attention_mask import AttentionPattern, attention_masks, attention_patterns
 from .backbone.context_cache import ContextCache
 from .backbone.dflash2 import DFlash2DecoderLayer
 from .backbone.gemma4 import Gemma4DecoderLayer
@@ -78,6 +79,7 @@ class DSparkModel(PreTrainedModel):
         self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.attention_patterns = attention_patterns(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
@@ -93,6 +95,7 @@ class DSparkModel(PreTrainedModel):
         # Weights that are the target's, by module name. They are not ours to move, train or save, hence no parameters.
         self._shared: dict[str, torch.Tensor] = {}
         self._bound_to: tuple | None = None
+        self._embedding_scale = config.input_embedding_scale  # until a target says, if it is to
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
         self.hardware_profile: HardwareProfile | None = None
@@ -304,6 +307,8 @@ class DSparkModel(PreTrainedModel):
         if self._bound_to is not None and self._bound_to[0]() is target and self._bound_to[1] == state:
             return
         self.check_target(target)
+        if self.config.input_embedding_scale is None:
+            self._embedding_scale = float(getattr(modules["embed_tokens"], "scalar_embed_scale", 1.0))
         for name, module in modules.items():
             weight = self._weight_of(module)
             if name == "lm_head" and self.d2t is not None:
@@ -343,20 +348,24 @@ class DSparkModel(PreTrainedModel):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings (..., hidden_size) of target token ids (...)."""
-        return F.embedding(input_ids, self._weight("embed_tokens")) * self.config.input_embedding_scale
+        embeddings = F.embedding(input_ids, self._weight("embed_tokens"))
+        return embeddings if self._embedding_scale in (None, 1) else embeddings * self._embedding_scale
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """U, the logits (..., V_d) of hidden states (..., hidden_size), before the sequential head."""
         logits = F.linear(hidden, self._weight("lm_head"))
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * (logits / cap).tanh()
+        return logits
 
     def forward(
         self,
         input_ids: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: dict[AttentionPattern, torch.Tensor] | None = None,
         cache: ContextCache | None = None,
     ) -> DSparkOutput:
         """
@@ -367,7 +376,8 @@ class DSparkModel(PreTrainedModel):
             context_hidden_states: the tapped hidden states, concatenated in the order of `target_layer_ids`, of the
                 positions before the anchor that `cache` does not hold yet, (R, T, K * target_hidden_size).
             position_ids: (R, T + B), by default those that follow the cache.
-            attention_mask: additive, (R, 1, B, cached + T + B); by default every block row sees all rows.
+            attention_mask: by [`attention_masks`], each (R, 1, B, cached + T + B), for several blocks at once or
+                contexts of different lengths; by default the block stands right behind its context.
             cache: context rows of earlier rounds; the new ones are added to it.
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
@@ -376,17 +386,35 @@ class DSparkModel(PreTrainedModel):
             start = 0 if cache is None else cache.end
             position_ids = torch.arange(start, start + context.shape[1] + block.shape[1], device=block.device)[None]
         position_embeddings = self.rotary_emb(block, position_ids)
-        for layer in self.layers:
+        if attention_mask is None:
+            attention_mask = self._masks_behind(context, block, position_ids, cache)
+        if attention_mask and "flash" in (self.config._attn_implementation or ""):
+            raise ValueError(
+                "Sliding windows and causal blocks need masks, which flash attention does not take: load the drafter "
+                'with `attn_implementation="sdpa"`.'
+            )
+        for layer, pattern in zip(self.layers, self.attention_patterns):
             block = layer(
                 block,
                 context,
                 position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
+                attention_mask=attention_mask.get(pattern),
                 cache=cache,
             )
         if cache is not None:
             cache.keep(context.shape[1])
         return DSparkOutput(last_hidden_state=self.norm(block), cache=cache)
+
+    def _masks_behind(
+        self, context: torch.Tensor, block: torch.Tensor, position_ids: torch.Tensor, cache: ContextCache | None
+    ) -> dict[AttentionPattern, torch.Tensor]:
+        """Masks of a block that stands right behind its context, for the layers that do not see all of it."""
+        held, new = 0 if cache is None else cache.length, context.shape[1]
+        patterns = {p for p in self.attention_patterns if not p.sees_all(held + position_ids.shape[1])}
+        if not patterns:
+            return {}
+        rows = position_ids[:, :1] - held + torch.arange(held + new, device=position_ids.device)
+        return attention_masks(patterns, position_ids[:, new:], rows, self.config.block_size, block.dtype)
 
     def block_ids(self, anchor: torch.Tensor) -> torch.Tensor:
         """Block tokens (R, B) for anchors (R, 1)."""

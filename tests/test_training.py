@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkModel, acceptance_length, trace
 from hf_dspark.backbone import qwen3
+from hf_dspark.backbone.attention_mask import AttentionPattern, visible_rows
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
 from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise
-from hf_dspark.training.objective import packed_mask, packed_positions, sample_anchors
+from hf_dspark.training.objective import packed_positions, sample_anchors
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
 
 HEADS = ["vanilla", "gated", "rnn", None]
@@ -290,7 +291,8 @@ def test_two_processes_train_as_one_does(tmp_path):
 def test_packed_positions_and_mask():
     anchors = torch.tensor([[2, 1]])
     assert packed_positions(anchors, 3, 4).tolist() == [[0, 1, 2, 3, 2, 3, 4, 1, 2, 3]]
-    visible = packed_mask(anchors, 3, 4, torch.float32)[0, 0] == 0
+    context, blocks = packed_positions(anchors, 3, 4).split([4, 6], dim=1)
+    visible = visible_rows(AttentionPattern(None, False, causal=False), blocks, context, 3)[0]
     assert visible[0].tolist() == [True, True, False, False, True, True, True, False, False, False]
     assert visible[3].tolist() == [True, False, False, False, False, False, False, True, True, True]
 

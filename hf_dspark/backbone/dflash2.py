@@ -25,9 +25,7 @@ class BlockConvolution(nn.Module):
         identity = torch.zeros(2, config.conv_kernel_size, config.hidden_size)
         identity[:, 0] = 1
         self.base_kernel = nn.Parameter(identity)
-        self.kernel_projection = nn.Linear(
-            config.hidden_size, 2 * config.conv_kernel_size * self.groups, bias=False
-        )
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.conv_kernel_size * self.groups, bias=False)
 
     def kernels(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Kernels of each of the rows (R, rows, H), for the way in and the way out, (R, rows, taps, H) each."""

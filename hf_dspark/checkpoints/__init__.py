@@ -29,7 +29,7 @@ def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
             return checkpoint_format.translate(config, tensor_shapes(path, **hub_arguments))
     raise ValueError(
         f"{path} is not a drafter in a format that hf_dspark reads: architectures {config.get('architectures')}, "
-        f"model_type {config.get('model_type')!r}. It reads its own format and DeepSpec's Qwen3DSparkModel and Gemma4DSparkModel."
+        f"model_type {config.get('model_type')!r}. It reads its own format and DeepSpec's."
     )
 
 

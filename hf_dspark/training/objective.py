@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from ..backbone.attention_mask import attention_masks
 from ..modeling_dspark import DSparkModel
 
 
@@ -50,16 +51,6 @@ def packed_positions(anchors: torch.Tensor, block_size: int, context_length: int
     blocks = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)
     context = torch.arange(context_length, device=anchors.device).expand(len(anchors), -1)
     return torch.cat([context, blocks.flatten(1)], dim=1)
-
-
-def packed_mask(anchors: torch.Tensor, block_size: int, context_length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask (R, 1, N * B, T + N * B): a block sees the context before its anchor, and itself."""
-    rows = anchors.repeat_interleave(block_size, dim=1)
-    context = torch.arange(context_length, device=anchors.device) < rows.unsqueeze(-1)
-    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    own = (block.unsqueeze(-1) == block).expand(len(anchors), -1, -1)
-    visible = torch.cat([context, own], dim=-1).unsqueeze(1)
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 class DSparkObjective(nn.Module):
@@ -174,11 +165,19 @@ class DSparkObjective(nn.Module):
     def _block_hidden(self, input_ids: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         block_size, length = self.drafter.config.block_size, input_ids.shape[1]
         tokens = input_ids.gather(1, anchors).unsqueeze(-1)
+        positions = packed_positions(anchors, block_size, length)
+        masks = attention_masks(
+            self.drafter.attention_patterns,
+            block_positions=positions[:, length:],
+            context_positions=positions[:, :length],
+            block_size=block_size,
+            dtype=features.dtype,
+        )
         hidden = self.drafter(
             self.drafter.block_ids(tokens).flatten(1),
             features,
-            position_ids=packed_positions(anchors, block_size, length),
-            attention_mask=packed_mask(anchors, block_size, length, features.dtype),
+            position_ids=positions,
+            attention_mask=masks,
         ).last_hidden_state
         return hidden.unflatten(1, (-1, block_size))
 
