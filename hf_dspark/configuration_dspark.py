@@ -167,6 +167,8 @@ class DSparkConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`conv_kernel_size` {self.conv_kernel_size} is not between 1 and `block_size` {self.block_size}."
                 )
+        if self.selector_rank < 0:
+            raise ValueError(f"`selector_rank` is 0 or more, got {self.selector_rank}.")
         if self.selector_rank:
             self._check_selector()
         if self.num_draft_tokens < 1:

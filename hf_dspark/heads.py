@@ -90,10 +90,13 @@ class CandidateSelector(nn.Module):
         """P[x_{k-1}] of shape (..., rank) for the target ids (...) of the tokens before the slots."""
         return self.predecessor_codebook[previous]
 
-    def initial_state(self, hidden: torch.Tensor) -> None:
-        """It has none: the token before is all it knows of the block."""
+    def initial_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """An empty one, (..., 0): the token before is all that it knows of the block."""
+        return hidden[..., :0]
 
-    def step(self, embedding: torch.Tensor, hidden: torch.Tensor, state: None) -> tuple[torch.Tensor, None]:
+    def step(
+        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """f_k = P[x_{k-1}] ⊙ G h_k (..., rank), from P[x_{k-1}] and h_k; any leading dimensions."""
         return embedding * self.hidden_projection(hidden), state
 

@@ -33,7 +33,11 @@ from .scheduling.profile import HardwareProfile
 
 logger = logging.get_logger(__name__)
 
-BACKBONES = {"qwen3": DSparkDecoderLayer, "gemma4": Gemma4DecoderLayer, "dflash2": DFlash2DecoderLayer}
+BACKBONES: dict[str, type[nn.Module]] = {
+    "qwen3": DSparkDecoderLayer,
+    "gemma4": Gemma4DecoderLayer,
+    "dflash2": DFlash2DecoderLayer,
+}
 
 
 @dataclass

@@ -65,6 +65,9 @@ class DSparkObjective(nn.Module):
         num_anchors: blocks per sequence and step.
         position_decay: γ_decay; the larger, the more the late slots count (default: half of the block's drafts).
         chunk_size: rows of vocabulary-sized logits in memory at a time.
+
+    Raises:
+        ValueError: the drafter has a candidate selector.
     """
 
     def __init__(
@@ -74,6 +77,11 @@ class DSparkObjective(nn.Module):
         position_decay: float | None = None,
         chunk_size: int = 4096,
     ):
+        if drafter.candidate_selector is not None:
+            raise ValueError(
+                "A drafter with a candidate selector cannot be trained here: its loss would be infinite wherever the "
+                "target's token is no candidate. Train one with `selector_rank=0` and a Markov head."
+            )
         super().__init__()
         self.drafter = drafter
         self.num_anchors = num_anchors
