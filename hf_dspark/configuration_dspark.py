@@ -110,8 +110,10 @@ class DSparkConfig(PreTrainedConfig):
             self.causal_in_block = self.causal_in_block[0]
 
     def _check(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("num_key_value_heads", "head_dim", "target_hidden_size", "max_position_embeddings", "block_size")
+        sizes = (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "target_hidden_size", "max_position_embeddings", "block_size"),
+        )
         for name in sizes:
             if not 0 < getattr(self, name) < 2**31:
                 raise ValueError(f"`{name}` must be a positive number, got {getattr(self, name)}.")

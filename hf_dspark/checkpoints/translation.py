@@ -12,12 +12,7 @@ GEOMETRY = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 # Inherited from multimodal targets and without meaning here: the drafter rotates whole heads.
 INHERITED_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Patterns of tensors that are there for training, or that follow from the config.
-DROPPED = [
-    r"^(model\.)?t2d$",
-    r"^(model\.)?mask_embedding(\.weight)?$",
-    r"(^|\.)rotary_emb\.",
-    r"^(model\.)?verifier_(lm_head|norm)\.",
-]
+DROPPED = [r"(^|\.)(t2d|mask_embedding(\.weight)?)$", r"(^|\.)(rotary_emb|verifier_lm_head|verifier_norm)\."]
 
 
 def tensor_name(name: str) -> str | None:
@@ -56,9 +51,7 @@ def translate(
         "rope_interleaved": not fields.get("rope_is_neox_style", bool, True),
         "num_target_layers": fields.get("num_target_layers", int),
         "target_hidden_size": fields.get("target_hidden_size", int),
-        "target_layer_ids": target_layer_ids
-        or fields.ids("target_layer_ids")
-        or fields.need("target_layer_ids", list),
+        "target_layer_ids": target_layer_ids or fields.ids("target_layer_ids") or [],
         "block_size": fields.agreed("block_size", int) or block_size or fields.need("block_size", int),
         "mask_token_id": fields.need("mask_token_id", int),
         "sample_from_anchor": anchor_first,
