@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Backbone = Literal["qwen3", "gemma4", "dflash2"]
 HeadType = Literal["vanilla", "gated", "rnn"]
@@ -116,15 +117,17 @@ class DSparkConfig(PreTrainedConfig):
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
-        if isinstance(self.causal_in_block, bool):
-            self.causal_in_block = [self.causal_in_block] * self.num_hidden_layers
         self.target_layer_ids = list(self.target_layer_ids)
         super().__post_init__(**kwargs)
         self._check()
+        if isinstance(self.causal_in_block, list) and len(set(self.causal_in_block)) == 1:
+            self.causal_in_block = self.causal_in_block[0]
 
     def _check(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("num_key_value_heads", "head_dim", "target_hidden_size", "max_position_embeddings", "block_size")
+        sizes = (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "target_hidden_size", "max_position_embeddings", "block_size"),
+        )
         for name in sizes:
             if not 0 < getattr(self, name) < 2**31:
                 raise ValueError(f"`{name}` must be a positive number, got {getattr(self, name)}.")
@@ -140,10 +143,18 @@ class DSparkConfig(PreTrainedConfig):
             )
         if "sliding_attention" in self.layer_types and not (self.sliding_window or 0) > 0:
             raise ValueError(f"Sliding layers need a positive `sliding_window`, got {self.sliding_window}.")
-        if len(self.causal_in_block) != self.num_hidden_layers:
+        if isinstance(self.causal_in_block, list) and len(self.causal_in_block) != self.num_hidden_layers:
             raise ValueError(
                 f"`causal_in_block` is {self.causal_in_block}, there are {self.num_hidden_layers} layers."
             )
+        rope = self.rope_parameters
+        kind = rope.get("rope_type")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(f"`rope_type` is one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, got {kind!r}.")
+        for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+            value = rope.get(name)
+            if (name in rope or name == "rope_theta") and not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"`{name}` of `rope_parameters` must be a positive number, got {value!r}.")
         if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
             raise ValueError(f"`final_logit_softcapping` must be positive, got {self.final_logit_softcapping}.")
         if sorted(set(self.target_layer_ids)) != self.target_layer_ids or not self.target_layer_ids:

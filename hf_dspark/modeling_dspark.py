@@ -24,7 +24,7 @@ from .backbone.context_cache import ContextCache
 from .backbone.dflash2 import DFlash2DecoderLayer
 from .backbone.gemma4 import Gemma4DecoderLayer
 from .backbone.qwen3 import DSparkDecoderLayer
-from .checkpoints import read_config, tensor_shapes
+from .checkpoints import DROPPED, Checkpoint
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
@@ -71,6 +71,7 @@ class DSparkModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = [layer.__name__ for layer in BACKBONES.values()]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = DROPPED
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -110,23 +111,31 @@ class DSparkModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
         """
-        Load a drafter saved by this package or by DeepSpec (DSpark or DFlash with a Qwen3 backbone), from a folder or
-        from the Hub. Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`].
+        Load a drafter in any of the formats of [`checkpoints`], from a folder or from the Hub. Takes the arguments of
+        [`~transformers.PreTrainedModel.from_pretrained`].
 
         Raises:
-            ValueError: the checkpoint is of an unknown format, or its tensors are not those that its config calls for.
+            OSError: there is no such drafter.
+            ValueError: the checkpoint is of an unknown format or of one that is not read, its config has fields of
+                unknown effect, or its tensors are not those that its config calls for.
         """
         kwargs["revision"] = resolve_revision(pretrained_model_name_or_path, **kwargs)
         hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        checkpoint = Checkpoint(pretrained_model_name_or_path, **hub_arguments)
         if config is None:
-            config_dict = read_config(pretrained_model_name_or_path, **hub_arguments)
             dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))  # "auto" is nothing for a config
-            config, kwargs = DSparkConfig.from_dict(config_dict, return_unused_kwargs=True, **kwargs)
+            config, kwargs = DSparkConfig.from_dict(checkpoint.translate(), return_unused_kwargs=True, **kwargs)
             if dtype is not None:
                 kwargs["dtype"] = dtype
-        cls._check_tensors(config, pretrained_model_name_or_path, hub_arguments)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        cls._check_tensors(config, checkpoint)
+        if checkpoint.renamed:
+            kwargs["key_mapping"] = checkpoint.key_mapping
+        loaded = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
+        )
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model._weight_conversions = None  # what is saved from now on has our names
+        model._check_token_map()
         if cached_file(
             pretrained_model_name_or_path,
             GENERATION_CONFIG_NAME,
@@ -143,10 +152,10 @@ class DSparkModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _check_tensors(cls, config: DSparkConfig, path: str | os.PathLike, hub_arguments: dict) -> None:
+    def _check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        found = tensor_shapes(path, **hub_arguments)
+        found = checkpoint.tensors
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]
         wrong += [
@@ -156,10 +165,18 @@ class DSparkModel(PreTrainedModel):
         ]
         if wrong:
             raise ValueError(
-                f"The checkpoint {path} does not hold the drafter that its config describes: "
+                f"The checkpoint {checkpoint.path} does not hold the drafter that its config describes: "
                 f"{'; '.join(sorted(wrong))}. "
                 "Check the config's heads (`markov_rank`, `markov_head_type`, `enable_confidence_head`) against the "
                 "tensors; nothing is ever initialised at random."
+            )
+
+    def _check_token_map(self) -> None:
+        ids = self.draft_token_ids
+        if ids is not None and ids.device.type != "meta" and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+            raise ValueError(
+                f"`d2t` leads to token ids from {ids.min()} to {ids.max()}, the vocabulary has "
+                f"{self.config.vocab_size} tokens. It holds offsets: the target's id less the draft's."
             )
 
     def save_pretrained(

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 from conftest import GOLDEN, drafter_config, prompt, scripted_drafter, tiny_drafter, tiny_target
-from safetensors.torch import load_file
-from torch.nn import functional as F
+from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 from hf_dspark import DSparkConfig, DSparkModel, trace
 from hf_dspark.backbone.dflash2 import BlockConvolution
+from hf_dspark.checkpoints import dflash2
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.training.trainer import DSparkTrainer
 
@@ -67,6 +67,158 @@ def test_golden_drafts(golden_target):
             golden_target.generate(ids[:, :-1], assistant_model=drafter, max_new_tokens=9, do_sample=False)
         assert golden_target.generate(ids[:, :-1], max_new_tokens=1, do_sample=False)[0, -1] == ids[0, -1]
         assert rounds[0].draft == blocks[f"{k}.draft_token_ids"][0].tolist()
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the golden checkpoint with another config, and perhaps without some tensors."""
+
+    def copy(change, drop=()):
+        folder = GOLDEN / "speculators_dflash2"
+        config = change(json.loads((folder / "config.json").read_text()))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path
+
+    return copy
+
+
+def as_zlab(config: dict) -> dict:
+    """The same drafter's config as z-lab writes it."""
+    own = ("block_size", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return {
+        **{name: value for name, value in config["transformer_layer_config"].items()},
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "num_target_layers": 6,
+        "dflash_config": {
+            **{name: config[name] for name in own},
+            "target_layer_ids": [i - 1 for i in config["aux_hidden_state_layer_ids"]],
+        },
+    }
+
+
+def test_both_packagings_of_a_drafter(checkpoint, golden_target):
+    """The windows of z-lab's end at each row instead of at the anchor: the same as long as they hold the context."""
+    theirs = DSparkModel.from_pretrained(GOLDEN / "speculators_dflash2").eval()
+    ours = DSparkModel.from_pretrained(checkpoint(as_zlab)).eval()
+    assert (theirs.config.sliding_window_from, ours.config.sliding_window_from) == ("anchor", "row")
+    blocks = load_file(GOLDEN / "speculators_dflash2" / "blocks.safetensors")
+    for k, same in ((0, True), (1, True), (2, False)):  # contexts of 5, 19 and 44, windows of 32
+        ids, features = blocks[f"{k}.input_ids"], blocks[f"{k}.context_hidden_states"]
+        with torch.no_grad():
+            hidden = []
+            for drafter in (theirs, ours):
+                drafter.bind(golden_target)
+                hidden.append(drafter(drafter.block_ids(ids[:, -1:]), features).last_hidden_state)
+        assert torch.allclose(*hidden, atol=1e-4) == same
+
+
+def test_sliding_layers_are_causal_only_if_the_config_says_so(checkpoint):
+    def without(config):
+        return {name: value for name, value in config.items() if name != "sliding_window_non_causal"}
+
+    def causal(config):
+        return config | {"sliding_window_non_causal": False}
+
+    assert DSparkModel.from_pretrained(checkpoint(without)).config.causal_in_block is False
+    assert DSparkModel.from_pretrained(checkpoint(causal)).config.causal_in_block is True
+    assert DSparkModel.from_pretrained(checkpoint(lambda config: as_zlab(config) | {"is_causal": None}))
+
+
+@pytest.mark.parametrize(
+    ("change", "drop", "match"),
+    [
+        ({"selector_rank": None}, (), "selector_rank"),
+        ({"selector_rank": 13}, (), "selector_rank"),
+        ({"selector_top_k": 65}, (), "selector_top_k"),
+        ({"conv_kernel_size": None}, (), "conv_kernel_size"),
+        ({"conv_kernel_size": 3}, (), "kernel"),
+        ({"conv_group_size": 32}, (), "kernel_projection"),
+        ({"selector_temperature": 2.0}, (), "selector_temperature"),
+        ({}, ("candidate_selector.successor_codebook",), "successor_codebook"),
+        ({}, ("layers.1.mlp_conv.base_kernel",), "mlp_conv"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_is_not_what_it_says_is_refused(checkpoint, change, drop, match):
+    with pytest.raises(ValueError, match=match):
+        DSparkModel.from_pretrained(checkpoint(lambda config: config | change, drop))
+
+
+QWEN = {  # z-lab/Qwen3.8-27B-DFlash2
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5,
+    "use_sliding_window": True,
+    "max_window_layers": 5,
+    "sliding_window": 2048,
+    "vocab_size": 248320,
+    "num_target_layers": 64,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+    "dflash_config": {
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "mask_token_id": 248070,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [5, 19, 33, 47, 61],
+    },
+}
+GEMMA = {  # rasyosef/gemma-4-E2B-it-dflash2
+    "architectures": ["DFlash2DraftModel"],
+    "speculators_model_type": "dflash2",
+    "aux_hidden_state_layer_ids": [3, 13, 23, 33],
+    "block_size": 8,
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "draft_vocab_size": 262144,
+    "mask_token_id": 4,
+    "sample_from_anchor": False,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+    "transformer_layer_config": {
+        "model_type": "qwen3",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "vocab_size": 262144,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"), [(QWEN, 1_924_404_480), (GEMMA, 323_042_560)], ids=["z-lab", "speculators"]
+)
+def test_sizes_of_published_drafters(config, size):
+    with torch.device("meta"):
+        drafter = DSparkModel(DSparkConfig(**dflash2.translate(config, {})))
+    assert sum(parameter.numel() for parameter in drafter.parameters()) == size
 
 
 # Decoding
@@ -180,7 +332,12 @@ def test_round_trip(tmp_path):
 
 def trainer_for(drafter, target, folder):
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, remove_unused_columns=False
+        output_dir=str(folder),
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
     )
     rows = [{"input_ids": prompt(length, seed=length)[0].tolist()} for length in (14, 9)]
     return DSparkTrainer(drafter, target, arguments, rows, num_anchors=4)

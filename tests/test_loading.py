@@ -132,7 +132,7 @@ def test_rope_of_older_and_of_multimodal_configs(checkpoint):
         ("vanilla", {"drop": ("fc.weight",)}, "fc.weight"),
         ("vanilla", {"add": {"left.over": torch.zeros(2)}}, "left.over"),
         ("vanilla", {"config": {"num_hidden_layers": 1, "layer_types": ["full_attention"]}}, "layers.1"),
-        ("vanilla", {"config": {"layer_types": ["full_attention", "sliding_attention"]}}, "layer_types"),
+        ("vanilla", {"config": {"layer_types": ["full_attention", "sliding_attention"]}}, "sliding_window"),
         ("vanilla", {"config": {"mask_token_id": 64}}, "mask_token_id"),
         ("vanilla", {"config": {"mask_token_id": None}}, "mask_token_id"),
         ("vanilla", {"config": {"target_layer_ids": [3, 1, 4, 5]}}, "strictly increasing"),

@@ -31,13 +31,16 @@ class AttentionPattern(NamedTuple):
 
 def attention_patterns(config: DSparkConfig) -> list[AttentionPattern]:
     """The pattern of each layer."""
+    causal = config.causal_in_block
+    if isinstance(causal, bool):
+        causal = [causal] * config.num_hidden_layers
     return [
         AttentionPattern(
             window=config.sliding_window if kind == "sliding_attention" else None,
             from_anchor=kind == "sliding_attention" and config.sliding_window_from == "anchor",
-            causal=causal,
+            causal=in_block,
         )
-        for kind, causal in zip(config.layer_types, config.causal_in_block)
+        for kind, in_block in zip(config.layer_types, causal)
     ]
 
 

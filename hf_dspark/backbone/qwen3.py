@@ -92,8 +92,8 @@ class DSparkAttention(nn.Module):
         """One more row whose score is the head's sink bias and whose value is nothing."""
         if self.config._attn_implementation not in ("eager", "sdpa"):
             raise ValueError(
-                f"This drafter has attention sinks, which {self.config._attn_implementation} attention cannot do here: "
-                'load it with `attn_implementation="sdpa"`.'
+                f"This drafter has attention sinks, which {self.config._attn_implementation} attention does not do "
+                'here: load it with `attn_implementation="sdpa"`.'
             )
         shape = (*queries.shape[:3], keys.shape[2])
         mask = queries.new_zeros(shape) if attention_mask is None else attention_mask.expand(shape)
