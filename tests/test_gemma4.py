@@ -9,13 +9,16 @@ import pytest
 import torch
 from conftest import GOLDEN, drafter_config, prompt, scripted_drafter, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
 
 from hf_dspark import DSparkModel, trace
 from hf_dspark.backbone.gemma4 import Gemma4DecoderLayer
 from hf_dspark.checkpoints import gemma4
+from hf_dspark.generation.draft_context import DraftContext
+from hf_dspark.training.initialisation import finish, initialise
+from hf_dspark.training.trainer import DSparkTrainer, config_for
 
 SHARED_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
 TARGETS = {
@@ -133,6 +136,39 @@ def test_round_trip(tmp_path):
         model.bind(target)
     with torch.no_grad():
         assert torch.equal(*(m(block, features).last_hidden_state for m in (drafter, again)))
+
+
+@pytest.mark.parametrize("own_tables", [True, False])
+def test_training(own_tables, tmp_path):
+    """Blocks packed in one forward are those of generation, and all of the drafter learns."""
+    target = tiny_target("gemma4_text")
+    tables = {"has_embed_tokens": own_tables, "has_lm_head": own_tables}
+    fields = {**LAYERS, "num_hidden_layers": 1, "num_attention_heads": 4, "block_size": 5, "markov_rank": 8, **tables}
+    drafter = DSparkModel(config_for(target, mask_token_id=3, **fields))
+    rows = [{"input_ids": prompt(length, seed=length)[0].tolist()} for length in (14, 9)]
+    initialise(drafter, target, [row["input_ids"] for row in rows])
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    trainer = DSparkTrainer(drafter, target, arguments, rows, num_anchors=4)
+    ids, anchors, features = prompt(14), torch.tensor([[1, 5, 8]]), torch.randn(1, 14, drafter.fc.in_features)
+    with torch.no_grad():
+        packed = trainer.model._block_hidden(ids, features, anchors)
+        for k, anchor in enumerate(anchors[0].tolist()):
+            context = DraftContext(drafter)
+            context.extend(features[:, :anchor])
+            alone = context.block_hidden(ids[:, anchor : anchor + 1])
+            torch.testing.assert_close(packed[:, k], alone, atol=1e-4, rtol=1e-4)
+    before = {name: parameter.clone() for name, parameter in drafter.named_parameters()}
+    trainer.train()
+    assert not [name for name, parameter in drafter.named_parameters() if torch.equal(parameter, before[name])]
+    finish(drafter)
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
 
 
 # DeepSpec's checkpoints

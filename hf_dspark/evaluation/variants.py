@@ -107,6 +107,8 @@ def dflash_misfit(target: PreTrainedModel, drafter: DSparkModel) -> str | None:
         return "It has no draft vocabulary: it drafts with the target's whole output head."
     if config.has_embed_tokens or config.has_lm_head:
         return "It drafts with the target's embeddings and output head, this drafter has its own."
+    if config.final_logit_softcapping is not None or config.output_multiplier != 1:
+        return "It takes the output head's logits as they are, this drafter scales or caps them."
     if type(target.get_input_embeddings()) is not nn.Embedding:
         return "It scales the embeddings of a block as the target scales its own, this drafter does not."
     if config.target_layer_ids[0] < 0:
