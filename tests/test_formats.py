@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_dspark import DSparkConfig, DSparkModel, trace
 from hf_dspark.checkpoints import FORMATS, Checkpoint, format_of, read_config, tensor_shapes
 from hf_dspark.checkpoints.zlab import default_layer_ids
-from hf_dspark.compat import DFlashTokenCandidateGenerator
+from hf_dspark.compat import CACHE, DFlashTokenCandidateGenerator
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps
 
@@ -342,7 +342,7 @@ def write(folder: Path, config: dict, drafter: DSparkModel, prefixes: dict[str, 
     for file in set(names.values()):
         part = {name: tensors[name] for name in tensors if names[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 @pytest.fixture(scope="module")
@@ -437,11 +437,13 @@ def test_windows_of_both_kinds():
 # transformers' own DFlash
 
 
-muse = pytest.importorskip("transformers.models.muse_glimmer_assistant") if DFlashTokenCandidateGenerator else None
-with_dflash = pytest.mark.skipif(muse is None, reason="this release of transformers has no DFlash")
+if DFlashTokenCandidateGenerator:
+    from transformers.cache_utils import DFlashCache
+    from transformers.models import muse_glimmer_assistant as muse
+with_dflash = pytest.mark.skipif(not DFlashTokenCandidateGenerator, reason="this release of transformers has no DFlash")
 
 
-def muse_assistant(target: PreTrainedModel, **fields) -> PreTrainedModel:
+def muse_assistant(target: PreTrainedModel, std: float = 0.3, **fields) -> PreTrainedModel:
     config = muse.MuseGlimmerAssistantConfig(
         hidden_size=target.config.hidden_size,
         intermediate_size=48,
@@ -459,7 +461,7 @@ def muse_assistant(target: PreTrainedModel, **fields) -> PreTrainedModel:
     assistant = muse.MuseGlimmerAssistantModel(config).eval()
     with torch.no_grad():
         for parameter in assistant.parameters():
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=std)
     return assistant
 
 
@@ -474,14 +476,16 @@ def test_the_assistant_of_transformers(context, target, tmp_path):
     features, block = torch.randn(1, context, 64), drafter.block_ids(torch.tensor([[5]]))
     with torch.no_grad():
         ours = drafter(block, features).last_hidden_state
-        theirs = assistant(target.get_input_embeddings()(block), features).last_hidden_state
+        cache = DFlashCache(config=assistant.config)
+        cache.set_previous_accepted_tokens(context)
+        theirs = assistant(target.get_input_embeddings()(block), features, **{CACHE: cache}).last_hidden_state
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @with_dflash
 def test_drafts_of_a_zlab_checkpoint_are_those_of_transformers(tmp_path):
-    target = tiny_target("qwen3", seed=3, vocab_size=8)
-    assistant = muse_assistant(target, layer_types=["full_attention"] * 2)
+    target = tiny_target("qwen3", seed=5, vocab_size=8)
+    assistant = muse_assistant(target, std=0.6, layer_types=["full_attention"] * 2)
     config = assistant.config.to_dict() | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
     config = {name: value for name, value in config.items() if name not in ("mask_token_id", "target_layer_ids")}
     config["dflash_config"] = {"mask_token_id": 3, "target_layer_ids": [0, 2]}
@@ -732,7 +736,11 @@ def test_a_config_that_is_no_json(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "index", [{}, [], {"weight_map": 5}, {"weight_map": {"a": 5}}, {"weight_map": {"a": "../model.safetensors"}}]
+    "index",
+    [
+        *({}, [], {"weight_map": {}}, {"metadata": {}, "weight_map": 5}, {"metadata": {}, "weight_map": {"a": 5}}),
+        {"metadata": {}, "weight_map": {"a": "../model.safetensors"}},
+    ],
 )
 def test_an_index_that_is_none(target, tmp_path, index):
     native = tiny_drafter(target)
