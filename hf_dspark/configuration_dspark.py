@@ -222,7 +222,7 @@ class DSparkConfig(PreTrainedConfig):
         """As [`~transformers.PreTrainedConfig.from_dict`], with a `ValueError` for whatever is wrong with a field."""
         try:
             return super().from_dict(config_dict, **kwargs)
-        except (StrictDataclassError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        except (StrictDataclassError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"The drafter's config cannot be read: {error}") from error
 
     @classmethod

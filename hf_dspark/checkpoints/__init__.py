@@ -170,7 +170,9 @@ def _config_dict(path: str | os.PathLike, **hub_arguments) -> dict:
 def _shards(index: str) -> list[str]:
     try:
         with open(index, encoding="utf-8") as file:
-            names = set(json.load(file)["weight_map"].values())
+            content = json.load(file)
+        content["metadata"]  # transformers reads that, too
+        names = set(content["weight_map"].values())
         if all(name == PurePath(name).name and name.endswith(".safetensors") for name in names):
             return sorted(names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

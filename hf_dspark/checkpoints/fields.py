@@ -13,6 +13,7 @@ HARMLESS = {
     *("architectures", "auto_map", "custom_code", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
     *("num_anchors", "target_model_type", "target_text_model_type", "base_model", "initializer_range"),
     *("tie_word_embeddings", "use_sliding_window", "attention_dropout", "max_window_layers", "use_cache"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_bfloat16", "pruned_heads"),
 }
 # What the drafters have or could have, at the values that make no difference. Any other is read, or it is an error.
 NEUTRAL: dict[str, Any] = {

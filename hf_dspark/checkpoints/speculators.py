@@ -74,14 +74,13 @@ def whole_backbone(nested: dict) -> dict:
     Fields(NAME, nested, []).refuse_unknown(transformers_fields(model_type) | {"rope_theta", "rope_scaling"})
     if nested.get("mlp_bias"):
         raise ValueError("This speculators drafter has biases in its MLPs (`mlp_bias`), hf_dspark has none.")
+    rope = section(nested, "rope_parameters")
+    if "sliding_attention" in rope:  # one for each kind of layers; speculators takes this one for all
+        nested = nested | {"rope_parameters": rope["sliding_attention"]}
     try:
-        whole = CONFIG_MAPPING[model_type](**nested).to_dict()
-    except (StrictDataclassError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        return CONFIG_MAPPING[model_type](**nested).to_dict()
+    except (StrictDataclassError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"`transformer_layer_config` of this speculators config cannot be read: {error}") from error
-    rope = whole.get("rope_parameters")
-    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        whole["rope_parameters"] = rope["sliding_attention"]
-    return whole
 
 
 def sample_from_anchor(fields: Fields) -> bool:
