@@ -240,8 +240,10 @@ def _obstacles(config: DSparkConfig) -> list[str]:
 
 def _goes_beyond_deepspec(config: DSparkConfig) -> bool:
     plain = DSparkConfig(num_hidden_layers=config.num_hidden_layers)
-    names = ("layer_types", "causal_in_block", "attention_sink_bias", "attention_value_scale", "rope_interleaved")
-    names += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    names = (
+        *("layer_types", "causal_in_block", "attention_sink_bias", "attention_value_scale", "rope_interleaved"),
+        *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    )
     return any(getattr(config, name) != getattr(plain, name) for name in names)
 
 
