@@ -237,8 +237,18 @@ def _obstacles(config: DSparkConfig) -> list[str]:
         "vLLM wants drafters with a pruned vocabulary to bring an output head": not config.has_lm_head
         and config.draft_vocab_size < config.vocab_size,
         "its blocks leave the first slot unused, which that layout has no field for": not config.sample_from_anchor,
+        "its attention or its logits have what that layout has no field for": _goes_beyond_deepspec(config),
     }
     return [obstacle for obstacle, is_there in found.items() if is_there]
+
+
+def _goes_beyond_deepspec(config: DSparkConfig) -> bool:
+    plain = DSparkConfig(num_hidden_layers=config.num_hidden_layers)
+    names = (
+        *("layer_types", "causal_in_block", "attention_sink_bias", "attention_value_scale", "rope_interleaved"),
+        *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    )
+    return any(getattr(config, name) != getattr(plain, name) for name in names)
 
 
 def _curve(points: list[dict] | None) -> list[list[str]]:

@@ -176,7 +176,11 @@ def deepspec(config):
 def specforge(config):
     nested = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
     nested |= {**taps(config), **heads(config)}
-    fields = {**geometry(config), "block_size": config.block_size, "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}}
+    fields = {
+        **geometry(config),
+        "block_size": config.block_size,
+        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+    }
     if config.rope_parameters["rope_type"] != "default":
         fields["rope_scaling"] = {k: v for k, v in config.rope_parameters.items() if k != "rope_theta"}
     return {"architectures": ["DSparkDraftModel"], **fields, "dflash_config": nested, "dspark_config": nested}
@@ -187,7 +191,11 @@ def zlab(config):
     for name in ("attention_value_scale", "output_multiplier", "final_logit_softcapping", "input_embedding_scale"):
         if getattr(config, name) not in (None, 1.0):
             nested[name] = getattr(config, name)
-    fields = {**geometry(config), "layer_types": config.layer_types, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    fields = {
+        **geometry(config),
+        "layer_types": config.layer_types,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    }
     if config.sliding_window:
         nested["swa_window_size"] = config.sliding_window
         fields["is_causal"] = config.causal_in_block if isinstance(config.causal_in_block, bool) else None
@@ -234,7 +242,9 @@ def muse_glimmer(config):
 def speculators(config):
     nested = geometry(config) | {"layer_types": config.layer_types, "sliding_window": config.sliding_window}
     del nested["rope_scaling"], nested["rope_theta"], nested["num_target_layers"]
-    nested |= {"rope_parameters": {"sliding_attention": config.rope_parameters, "full_attention": config.rope_parameters}}
+    nested |= {
+        "rope_parameters": {"sliding_attention": config.rope_parameters, "full_attention": config.rope_parameters}
+    }
     return {
         "speculators_model_type": "dspark",
         "architectures": ["Qwen3DSparkModel"],
@@ -249,10 +259,51 @@ def speculators(config):
     }
 
 
+def gemma4(config):
+    sizes = geometry(config)
+    del sizes["rope_theta"], sizes["rope_scaling"]
+    moved = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+    moved["hidden_activation"] = "hidden_act"
+    moved = {theirs: sizes.pop(ours) for theirs, ours in moved.items()}
+    noise = {"head_dim": 4, "num_key_value_heads": 4, "enable_moe_block": False, "hidden_size_per_layer_input": 0}
+    rope = {"full_attention": config.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    return {
+        "architectures": ["Gemma4DSparkModel"],
+        **{**sizes, **moved, **noise, **heads(config), **taps(config)},
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "layer_types": config.layer_types,
+        "block_size": config.block_size,
+        "rope_parameters": {**rope, "rope_theta": None, "rope_type": "default"},
+    }
+
+
+def dflash2_of_zlab(config):
+    fields = zlab(config)
+    own = {name: getattr(config, name) for name in DFLASH2}
+    return fields | {"architectures": ["DFlash2DraftModel"], "dflash_config": fields["dflash_config"] | own}
+
+
+def dflash2_of_speculators(config):
+    fields = {name: value for name, value in speculators(config).items() if name not in heads(config)}
+    own = {name: getattr(config, name) for name in DFLASH2}
+    return fields | {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]} | own
+
+
 PLAIN = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 MODELOPT = {"markov_head.markov_": "markov_", "markov_head.": "", "confidence_head.proj": "confidence_proj"}
+DFLASH2 = {"selector_rank": 8, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8}
+GEMMA4 = {
+    "backbone": "gemma4",
+    "attention_k_eq_v": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "input_embedding_scale": 32**0.5,
+    "final_logit_softcapping": 3.0,
+}
 # The format's name, fields of the drafter, its config in that format, and what begins tensor names there.
 WRITTEN = [
     ("DeepSpec", {}, deepspec, {}),
@@ -311,6 +362,14 @@ WRITTEN = [
         {},
     ),
     ("speculators", {**SLIDING, "sliding_window_from": "anchor", "has_embed_tokens": True}, speculators, {}),
+    ("DeepSpec Gemma4", {**GEMMA4, "has_embed_tokens": True, "has_lm_head": True}, gemma4, {}),
+    ("DFlash2", {**PLAIN, **SLIDING, **DFLASH2, "backbone": "dflash2"}, dflash2_of_zlab, {}),
+    (
+        "DFlash2",
+        {**PLAIN, **SLIDING, **DFLASH2, "backbone": "dflash2", "sliding_window_from": "anchor"},
+        dflash2_of_speculators,
+        {},
+    ),
 ]
 
 
@@ -359,9 +418,13 @@ def draft_logits(drafter: DSparkModel, target: PreTrainedModel, length: int = 20
         hidden = drafter(drafter.block_ids(prompt(1, seed=1)), features).last_hidden_state
         logits = drafter.base_logits(hidden)
         embeddings = None
-        if (head := drafter.markov_head) is not None:
+        if (head := drafter.sequential_head) is not None:
             embeddings = head.embed(prompt(hidden.shape[1], seed=1))
-            logits = head.logits(logits, head.unroll(embeddings, hidden))
+            if drafter.candidate_selector is not None:
+                features, _ = head.step(embeddings, hidden, head.initial_state(hidden))
+            else:
+                features = head.unroll(embeddings, hidden)
+            logits = head.logits(logits, features)
         if drafter.confidence_head is not None:
             logits = torch.cat([logits, drafter.confidence_head(hidden, embeddings).unsqueeze(-1)], dim=-1)
     return logits
@@ -373,7 +436,7 @@ def test_a_checkpoint_in_another_layout(name, fields, foreign, prefixes, target,
     native = lively(tiny_drafter(target, **{"target_layer_ids": layer_ids, **fields}))
     config = foreign(native.config)
     write(tmp_path, config, native, prefixes, shards=2 if prefixes else 1)
-    assert Checkpoint(tmp_path).format.NAME == name
+    assert name == Checkpoint(tmp_path).format.NAME
 
     loaded = load(tmp_path)
     assert loaded.config.sample_from_anchor == native.config.sample_from_anchor
@@ -440,7 +503,9 @@ def test_windows_of_both_kinds():
 if DFlashTokenCandidateGenerator:
     from transformers.cache_utils import DFlashCache
     from transformers.models import muse_glimmer_assistant as muse
-with_dflash = pytest.mark.skipif(not DFlashTokenCandidateGenerator, reason="this release of transformers has no DFlash")
+with_dflash = pytest.mark.skipif(
+    not DFlashTokenCandidateGenerator, reason="this release of transformers has no DFlash"
+)
 
 
 def muse_assistant(target: PreTrainedModel, std: float = 0.3, **fields) -> PreTrainedModel:
@@ -506,6 +571,9 @@ def test_drafts_of_a_zlab_checkpoint_are_those_of_transformers(tmp_path):
     target.generate(**arguments, assistant_model=assistant, speculation_type="dflash", streamer=Sizes(sizes))
     assert sizes[2:] == [1 + a_round.accepted for a_round in rounds]
     assert len(set(sizes[2:])) > 2, "too few kinds of rounds to tell anything"
+
+
+SIDE_BY_SIDE = ("z-lab DFlash", "transformers Muse Glimmer assistant")  # with transformers, in the two tests above
 
 
 class Sizes:
@@ -600,7 +668,11 @@ def test_other_backbones_are_refused_by_name(architecture, tmp_path):
         (12, {"rope_is_neox_style": None}, "rope_is_neox_style"),
         (13, {"sample_from_anchor": None}, "sample_from_anchor"),
         (13, {"target_layer_ids": [0, 2, 3]}, "less one"),
-        (15, {"sample_from_anchor": False, "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}, "5"),
+        (
+            15,
+            {"sample_from_anchor": False, "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}},
+            "5",
+        ),
         (15, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
         (15, {"transformer_layer_config": {"model_type": "deepseek_v3"}}, "deepseek_v3"),
         (15, {"transformer_layer_config": {"new_field": 1}}, "new_field"),
@@ -702,7 +774,9 @@ def test_any_config_is_read_or_refused_in_one_way(configs, data):
         name = data.draw(st.sampled_from([*owner, "is_causal", "rope_scaling"]) | st.text(max_size=5))
         owner[name] = data.draw(JSON)
     tensors = dict(tensors)
-    tensors[data.draw(st.sampled_from(sorted(tensors)))] = data.draw(st.lists(st.integers(0, 99), max_size=3).map(tuple))
+    tensors[data.draw(st.sampled_from(sorted(tensors)))] = data.draw(
+        st.lists(st.integers(0, 99), max_size=3).map(tuple)
+    )
     if (found := format_of(config)) is not None:
         try:
             assert isinstance(DSparkConfig.from_dict(found.translate(config, tensors)), DSparkConfig)
@@ -826,6 +900,12 @@ def test_published_drafters_have_the_size_that_the_hub_shows(name):
     size, *layout = PUBLISHED_BYTES[name]
     weights, _ = parameters(*layout)
     assert 2 * weights / 1e9 == pytest.approx(size, abs=0.01)
+
+
+def test_the_document_says_what_is_tested():
+    from format_matrix import DOCUMENT, matrix
+
+    assert DOCUMENT.read_text(encoding="utf-8") == matrix(), "run tests/format_matrix.py"
 
 
 def test_every_format_is_tested():

@@ -204,6 +204,8 @@ def test_where_a_target_came_from(tmp_path, monkeypatch):
         ({"markov_head_type": "rnn"}, "vanilla"),
         ({"draft_vocab_size": 10}, "pruned vocabulary"),
         ({"sample_from_anchor": False}, "first slot unused"),
+        ({"output_multiplier": 2.0}, "logits"),
+        ({"causal_in_block": [True, False]}, "attention"),
         ({}, None),
         ({"draft_vocab_size": 10, "has_lm_head": True}, None),
     ],

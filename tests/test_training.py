@@ -24,6 +24,12 @@ from hf_dspark.training.objective import packed_positions, sample_anchors
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
 
 HEADS = ["vanilla", "gated", "rnn", None]
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+ATTENTION = [
+    {**SLIDING, "causal_in_block": [True, False]},
+    {**SLIDING, "sliding_window_from": "anchor"},
+    {"causal_in_block": True, "attention_sink_bias": True, "final_logit_softcapping": 0.5, "output_multiplier": 2.0},
+]
 
 
 def head_fields(head):
@@ -58,10 +64,10 @@ def trainer_for(drafter, target, tmp_path, data, **arguments):
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
-@pytest.mark.parametrize("head", HEADS)
-def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tmp_path):
+@pytest.mark.parametrize(("head", "attention"), [(head, {}) for head in HEADS] + [("vanilla", a) for a in ATTENTION])
+def test_a_packed_block_is_the_block_of_generation(target, head, attention, from_anchor, tmp_path):
     """Every packed block sees what it will see when drafting, and its terms are those of the definition."""
-    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head))
+    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head), **attention)
     trainer = trainer_for(drafter, target, tmp_path, rows([14, 9]))
     inputs = pad_sequences(rows([14, 9]))
     theirs = trainer.target_inputs(inputs)

@@ -107,9 +107,11 @@ def dflash_misfit(target: PreTrainedModel, drafter: DSparkModel) -> str | None:
         return "It has no draft vocabulary: it drafts with the target's whole output head."
     if config.has_embed_tokens or config.has_lm_head:
         return "It drafts with the target's embeddings and output head, this drafter has its own."
-    if config.final_logit_softcapping is not None or config.output_multiplier != 1:
+    if config.output_multiplier != 1 or config.final_logit_softcapping is not None:
         return "It takes the output head's logits as they are, this drafter scales or caps them."
-    if type(target.get_input_embeddings()) is not nn.Embedding:
+    if config.input_embedding_scale not in (None, 1):
+        return "It embeds a block as the target does, this drafter scales the embeddings."
+    if config.input_embedding_scale == 1 and type(target.get_input_embeddings()) is not nn.Embedding:
         return "It scales the embeddings of a block as the target scales its own, this drafter does not."
     if config.target_layer_ids[0] < 0:
         return "It cannot read the target's embedding output, this drafter does."
