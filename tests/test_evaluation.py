@@ -129,6 +129,8 @@ def test_variants_for_a_drafter():
         ({"target_layer_ids": [-1, 2]}, "embedding output"),
         ({"target_layer_ids": [0, 3]}, "last layer"),
         ({"sample_from_anchor": True}, "anchor"),
+        ({"final_logit_softcapping": 3.0}, "caps"),
+        ({"input_embedding_scale": 2.0}, "scales"),
     ],
 )
 def test_what_transformers_dflash_cannot_run(fields, reason):

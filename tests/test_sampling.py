@@ -37,6 +37,10 @@ def bold_drafter(target, **fields):
         if drafter.markov_head is not None:
             drafter.markov_head.markov_w1.weight.normal_(std=1.0)
             drafter.markov_head.markov_w2.weight.normal_(std=0.7)
+        if drafter.candidate_selector is not None:
+            drafter.candidate_selector.predecessor_codebook.normal_(std=1.0)
+            drafter.candidate_selector.successor_codebook.normal_(std=0.7)
+            drafter.candidate_selector.hidden_projection.weight.normal_(std=0.3)
         if drafter.confidence_head is not None:
             drafter.confidence_head.proj.weight.normal_(std=0.5)
     return drafter
@@ -83,6 +87,20 @@ def test_every_head(head, from_anchor):
         assert transition_pvalue(target, drafter) > SIGNIFICANT
     accepted = [a_round.accepted for a_round in rounds]
     assert {0, 1, 2} <= set(accepted), "too few kinds of rounds to tell anything"
+
+
+SELECTOR = {"markov_rank": 0, "enable_confidence_head": False, "selector_rank": 8, "selector_top_k": 4}
+
+
+@pytest.mark.parametrize(
+    ("from_anchor", "arguments"), [(True, {}), (False, {}), (False, {"temperature": 0.7, "top_k": 5})], ids=str
+)
+def test_candidate_selector(from_anchor, arguments):
+    target = memoryless_target()
+    drafter = bold_drafter(target, sample_from_anchor=from_anchor, **SELECTOR)
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1000, **arguments) > SIGNIFICANT
+    assert {0, 1, 2} <= {a_round.accepted for a_round in rounds}, "too few kinds of rounds to tell anything"
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
@@ -183,6 +201,20 @@ class LooksAhead(DSparkCandidateGenerator):
                 candidates, scores = candidates[:, : input_ids.shape[1] + k], scores[:, :k]
                 break
         return candidates, scores if candidates.shape[1] > input_ids.shape[1] else None
+
+
+class UnaryScores(DSparkCandidateGenerator):
+    """Wrong: draws from a selector's candidates but says that any token could have been drawn."""
+
+    def _choose(self, input_ids, logits):
+        token, scores = super()._choose(input_ids, logits)
+        return token, scores.masked_fill(scores.isinf(), scores[scores.isfinite()].mean())
+
+
+def test_wrong_scores_of_a_selector_are_caught(monkeypatch):
+    target = memoryless_target()
+    monkeypatch.setattr(decoding, "DSparkCandidateGenerator", UnaryScores)
+    assert transition_pvalue(target, bold_drafter(target, **SELECTOR), tokens=1000) < SIGNIFICANT**2
 
 
 @pytest.mark.parametrize("wrong", [RawScores, GreedyDrafts, LooksAhead])

@@ -44,7 +44,7 @@ def full_blocks(drafter: DSparkModel) -> Iterator[dict]:
 def head_off(drafter: DSparkModel) -> Iterator[dict]:
     """The drafter without sequential and confidence heads, as DFlash would draft; otherwise as configured."""
     with (
-        _replaced(drafter, markov_head=None, confidence_head=None),
+        _replaced(drafter, markov_head=None, candidate_selector=None, confidence_head=None),
         _replaced(drafter.generation_config, assistant_confidence_threshold=None),
     ):
         yield {"assistant_model": drafter}
@@ -88,7 +88,7 @@ def variants_for(
     reasons = {}
     if scheduler_of(drafter) == FixedLength(drafter.config.num_draft_tokens):
         reasons["full_blocks"] = "The drafter as configured verifies full blocks already."
-    if baselines and drafter.markov_head is None:
+    if baselines and drafter.sequential_head is None:
         reasons["head_off"] = "The drafter has no sequential head."
     if baselines and (misfit := dflash_misfit(target, drafter)):
         reasons["transformers_dflash"] = misfit
@@ -107,7 +107,11 @@ def dflash_misfit(target: PreTrainedModel, drafter: DSparkModel) -> str | None:
         return "It has no draft vocabulary: it drafts with the target's whole output head."
     if config.has_embed_tokens or config.has_lm_head:
         return "It drafts with the target's embeddings and output head, this drafter has its own."
-    if type(target.get_input_embeddings()) is not nn.Embedding:
+    if config.output_multiplier != 1 or config.final_logit_softcapping is not None:
+        return "It takes the output head's logits as they are, this drafter scales or caps them."
+    if config.input_embedding_scale not in (None, 1):
+        return "It embeds a block as the target does, this drafter scales the embeddings."
+    if config.input_embedding_scale == 1 and type(target.get_input_embeddings()) is not nn.Embedding:
         return "It scales the embeddings of a block as the target scales its own, this drafter does not."
     if config.target_layer_ids[0] < 0:
         return "It cannot read the target's embedding output, this drafter does."

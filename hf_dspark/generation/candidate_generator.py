@@ -101,7 +101,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
-        drafter, head = self.drafter, self.drafter.markov_head
+        drafter, head = self.drafter, self.drafter.sequential_head
         hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
         slots, state = hidden.unbind(1), None
         if head is not None:
@@ -135,7 +135,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """e of the last token, (1, rank)."""
-        return self.drafter.markov_head.embed(input_ids[:, -1].to(self.device))
+        return self.drafter.sequential_head.embed(input_ids[:, -1].to(self.device))
 
     def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
         """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""

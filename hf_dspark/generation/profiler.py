@@ -25,7 +25,7 @@ from ..devices import device_name
 from ..modeling_dspark import DSparkModel
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
-from ..taps import TargetTaps
+from ..taps import TargetTaps, last_logits_only
 from .draft_context import DraftContext
 from .trace import Clock, Round, trace
 
@@ -243,9 +243,8 @@ class _Bench:
         drafter.bind(target)
         self.target, self.drafter = target, drafter
         self.tokens = context
-        only_last = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
         with TargetTaps(target, drafter.config.target_layer_ids) as taps:
-            outputs = target(context, use_cache=True, return_dict=True, **only_last)
+            outputs = target(context, use_cache=True, return_dict=True, **last_logits_only(target))
             self.features = taps.take(drafter.device, drafter.dtype)
         self.cache = outputs[CACHE]
         if not can_roll_back(self.cache):
@@ -272,7 +271,7 @@ class _Bench:
         return seconds
 
     def _draft(self) -> None:
-        drafter, head = self.drafter, self.drafter.markov_head
+        drafter, head = self.drafter, self.drafter.sequential_head
         token, embedding = self.tokens[:, -1].to(drafter.device), None
         slots = self.draft_context.block_hidden(token[:, None]).unbind(1)
         state = None if head is None else head.initial_state(slots[0])
