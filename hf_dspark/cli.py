@@ -312,8 +312,8 @@ def view(
                         temperature=temperature,
                         alternatives=alternatives,
                         seed=seed,
-                        target=REPOSITORY if target == "smollm2" else name_of(target),
-                        drafter=name,
+                        target_name=REPOSITORY if target == "smollm2" else name_of(target),
+                        drafter_name=name,
                         method=method,
                     )
                 )

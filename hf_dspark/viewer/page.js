@@ -84,7 +84,6 @@ function answer(recording, side) {
     } else if (/^\s+$/.test(piece)) {
       const kind = { "\n": "break", "\t": "tab" };
       span.append(...[...piece].map((one) => element("span", { class: kind[one] ?? "space" }, one)));
-      span.classList.toggle("break", piece.includes("\n"));
     } else if (/[\n\t]/.test(piece)) {
       span.append(...piece.split(/([\n\t])/).map((one) => one === "\n" || one === "\t" ? element("span", { class: one === "\n" ? "break" : "tab" }, one) : one));
     } else span.append(piece);
@@ -158,9 +157,11 @@ function row(recording, side, number) {
   const drafted = cells.slice(0, round.drafted.length);
   const stack = Object.keys(PARTS).map((part) => element("i", { class: part, width: `${(100 * round.seconds[part]) / Math.max(recording.scale, recording.took[number])}%` }));
   recording.cells[number] = cells;
+  const stopped = round.confidence[round.drafted.length]; // of the token that the scheduler did not let be drafted
+  const stop = stopped === undefined ? null : element("span", { class: "none" }, `stopped at ${percent(stopped)}`);
   const made = element("div", { class: "round", id: `round-${side}-${number}` },
     element("span", { class: "number" }, number + 1),
-    drafted.length ? element("div", { class: "slots" }, ...drafted) : element("span", { class: "none" }, "no draft"),
+    drafted.length ? element("div", { class: "slots" }, ...drafted, stop) : stop ?? element("span", { class: "none" }, "no draft"),
     element("div", { class: "says" }, cells[round.drafted.length] ?? element("span", { class: "none" }, "the end")),
     element("div", { class: "took" }, element("div", { class: "stack" }, ...stack), `${(1000 * recording.took[number]).toFixed(1)} ms`));
   made.style.setProperty("--slots", Math.min(recording.slots || 1, 8));

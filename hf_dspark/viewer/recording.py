@@ -178,7 +178,9 @@ def record(
     temperature: float = 0.0,
     alternatives: int = 5,
     seed: int = 0,
-    **names: str,
+    target_name: str = "",
+    drafter_name: str = "",
+    method: str = "",
 ) -> Recording:
     """
     Have a prompt answered and record it.
@@ -189,7 +191,8 @@ def record(
         temperature: 0 is greedy; else the whole vocabulary is sampled from.
         alternatives: likely tokens that are kept of every slot.
         seed: of the sampling.
-        names: `target`, `drafter` and `method`, as the recording calls them.
+        target_name, drafter_name: what the recording calls them (default: what they were loaded from).
+        method: what it calls the way.
     """
     arguments: dict = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature:
@@ -209,7 +212,15 @@ def record(
             sequence = target.generate(**inputs, **ways, **arguments)[0]
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature} | ({"seed": seed} if temperature else {})
     return Recording.of(
-        rounds, sequence, tokenizer, settings=settings, slots=drafter.config.num_draft_tokens, prompt=prompt, **names
+        rounds,
+        sequence,
+        tokenizer,
+        target=target_name or target.name_or_path,
+        drafter=drafter_name or drafter.name_or_path,
+        method=method,
+        settings=settings,
+        slots=drafter.config.num_draft_tokens,
+        prompt=prompt,
     )
 
 
@@ -333,7 +344,9 @@ def _count(value: object) -> int:
 def _setting(value: object) -> str | int | float | bool | None:
     if isinstance(value, str):
         return _text(value)
-    return value if value is None or isinstance(value, bool) else _number(value)
+    if value is not None and not isinstance(value, bool):
+        _number(value)
+    return value  # type: ignore[return-value]
 
 
 def _no_number(name: str) -> float:

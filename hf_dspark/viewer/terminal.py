@@ -14,7 +14,13 @@ from .recording import Recording
 from .token_text import visible
 
 # By more than colour: accepted drafts are underlined, and every draft is followed by its mark.
-STYLES = {"accepted": "blue underline", "rejected": "red strike", "unjudged": "dim", "cut": "dim italic", "own": "bold"}
+STYLES = {
+    "accepted": "blue underline",
+    "rejected": "red strike",
+    "unjudged": "dim",
+    "cut": "dim italic",
+    "own": "bold",
+}
 MARKS = {"accepted": "✓", "rejected": "✗", "unjudged": "–", "cut": "✂"}
 LEGEND = {"accepted": "accepted", "rejected": "rejected", "unjudged": "not judged", "cut": "cut by the scheduler"}
 
@@ -25,9 +31,7 @@ def fates(a_round: Round) -> list[str]:
     verified, drafted = len(a_round.draft), len(a_round.details.drafted)
     rejected = min(1 - a_round.ended, verified - accepted)
     unjudged = verified - accepted - rejected
-    return (
-        ["accepted"] * accepted + ["rejected"] * rejected + ["unjudged"] * unjudged + ["cut"] * (drafted - verified)
-    )
+    return ["accepted"] * accepted + ["rejected"] * rejected + ["unjudged"] * unjudged + ["cut"] * (drafted - verified)
 
 
 def show(recordings: list[Recording]) -> RenderableType:
@@ -106,7 +110,9 @@ def drafts(recording: Recording, a_round: Round) -> Text:
     for k, (token, fate) in enumerate(zip(a_round.details.drafted, fates(a_round))):
         confidence = a_round.details.confidence[k : k + 1]
         word = Text(visible(recording.vocabulary[token]), style=STYLES[fate])
-        word.append("".join(f" {100 * value:.0f}" for value in confidence) + MARKS[fate], style="not underline not strike")
+        word.append(
+            "".join(f" {100 * value:.0f}" for value in confidence) + MARKS[fate], style="not underline not strike"
+        )
         words.append(word)
     return Text("  ").join(words) if words else Text("no draft", style="dim")
 
