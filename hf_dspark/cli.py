@@ -262,6 +262,8 @@ def view(
     """Show what a drafter does, round by round: in the terminal, and as a page; one recording or two side by side."""
     from .demo import DRAFTER, REPOSITORY
     from .evaluation.variants import as_configured, full_blocks, head_off
+    from .generation.candidate_generator import scheduler_of
+    from .modeling_dspark import DSparkModel
     from .viewer import terminal
     from .viewer.recording import load, record, save
 
@@ -282,42 +284,41 @@ def view(
             raise typer.BadParameter("Give --target and --prompt, or --trace with a trace file.")
         ways = {"head-off": (head_off, "sequential head off"), "full-blocks": (full_blocks, "full blocks")}
         model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, named_dtype(dtype))
-        runs = [(draft_model, name_of(drafter or DRAFTER), as_configured, "as configured" if against in ways else "")]
-        if against in ways:
-            runs.append((draft_model, name_of(drafter or DRAFTER), *ways[against]))
-        elif against is not None:
-            from .modeling_dspark import DSparkModel
-
-            other = DSparkModel.from_pretrained(against, dtype=draft_model.dtype).eval().to(model.device)
-            runs.append((other, name_of(against), as_configured, ""))
-        recordings = []
+        name = name_of(drafter or DRAFTER)
+        runs = [(draft_model, name, as_configured, "as configured" if against in ways else "")]
         try:
             if against == "head-off" and draft_model.markov_head is None:
                 raise ValueError("The drafter has no sequential head that could be off.")
-            for running, name, way, method in runs:
+            if against in ways:
+                runs.append((draft_model, name, *ways[against]))
+            elif against is not None:
+                other = DSparkModel.from_pretrained(against, dtype=draft_model.dtype).eval().to(model.device)
+                runs.append((other, name_of(against), as_configured, ""))
+            for running, *_ in runs:
                 running.check_target(model)
                 if num_assistant_tokens is not None:
                     running.generation_config.num_assistant_tokens = num_assistant_tokens
                 if confidence_threshold is not None:
                     running.generation_config.assistant_confidence_threshold = confidence_threshold
-            for running, name, way, method in runs:
-                recordings.append(
-                    record(
-                        model,
-                        tokenizer,
-                        running,
-                        prompt,
-                        way,
-                        max_new_tokens=max_new_tokens,
-                        temperature=temperature,
-                        alternatives=alternatives,
-                        seed=seed,
-                        target_name=REPOSITORY if target == "smollm2" else name_of(target),
-                        drafter_name=name,
-                        method=method,
-                    )
+                scheduler_of(running)
+            recordings = [
+                record(
+                    model,
+                    tokenizer,
+                    running,
+                    prompt,
+                    way,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    alternatives=alternatives,
+                    seed=seed,
+                    target_name=REPOSITORY if target == "smollm2" else name_of(target),
+                    drafter_name=name,
+                    method=method,
                 )
-        except ValueError as error:
+                for running, name, way, method in runs
+            ]
+        except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
     if json_file is not None:
         save(recordings, json_file)

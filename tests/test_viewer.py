@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def recording(text: str, sizes: tuple[int, ...] = (3, 0, 2), slots: int = 4, **fields) -> Recording:
-    """A recording of a text, whose rounds accept `sizes` tokens in turn; each cuts one draft, and rejects one if any."""
+    """A recording of a text whose rounds accept `sizes` tokens in turn, reject one more if any, and cut one."""
     answer, rounds, place = list(text.encode()), [], 0
     while place + 1 < len(answer):
         accepted = min(sizes[len(rounds) % len(sizes)], len(answer) - place - 2)
@@ -170,6 +172,25 @@ def test_malformed_traces_are_refused_in_one_sentence(tmp_path, change, reason):
     assert result.exit_code == 2 and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_texts_that_end_inside_a_draft_are_kept(tmp_path, tokenizer, do_sample):
+    target = tiny_target("llama")
+    script = target.generate(prompt(7), do_sample=False, max_new_tokens=24)[0]
+    for end in set(script[9:24].tolist()):
+        drafter = scripted_drafter(target, script, accuracy=1.0)
+        with drafter.trace(alternatives=2) as rounds:
+            arguments = {"do_sample": do_sample, "top_k": 1 if do_sample else None, "eos_token_id": end}
+            sequence = target.generate(prompt(7), assistant_model=drafter, max_new_tokens=24, **arguments)[0]
+        kept = Recording.of(rounds, sequence, tokenizer)
+        save([kept], tmp_path / "trace.json")
+        assert load(tmp_path / "trace.json") == [kept]
+        assert kept.answer == sequence[7:].tolist() and kept.answer[-1] == end
+        if rounds[-1].ended:
+            break
+    assert kept.rounds[-1].ended and terminal.fates(kept.rounds[-1])[kept.rounds[-1].accepted] == "accepted"
+    assert "rejected" not in terminal.fates(kept.rounds[-1])
+
+
 def test_rounds_of_two_calls_are_refused(tokenizer):
     target, drafter, _, _ = generated()
     with drafter.trace(alternatives=2) as rounds:
@@ -210,7 +231,7 @@ def test_alignment_cuts_where_both_end_a_round():
     stretches = align(left, right)
     assert verdict(left, right) == "Both answers are the same 13 tokens, aligned by position."
     assert stretches[0].start == 1 and stretches[-1].stop == 13
-    for stretch, following in zip(stretches, stretches[1:]):
+    for stretch, following in pairwise(stretches):
         assert stretch.stop == following.start
         assert (stretch.left[1], stretch.right[1]) == (following.left[0], following.right[0])
     for one, side in ((left, "left"), (right, "right")):
@@ -264,7 +285,7 @@ def test_page_holds_everything_and_lets_nothing_out(tmp_path):
 
 
 def test_terminal_shows_every_draft_and_no_control_character():
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))
+    console = Console(width=160, record=True, file=io.StringIO())
     one = recording("ab\x1b[2Jcd [bold]x[/bold]")
     console.print(terminal.show([one]))
     console.print(terminal.show([one, recording("ab\x1b[2Jcd [bold]x[/bold]", (1,))]))

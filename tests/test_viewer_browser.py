@@ -91,6 +91,12 @@ def test_whitespace_bytes_and_direction(chromium, page):
     assert "·" in browser("return document.querySelector('#rounds').textContent")
 
 
+def test_a_direction_override_ends_with_its_token(chromium, page):
+    browser = Browser(chromium, page(recording("ab\u202ecd", (1,))))
+    c, d = browser.all(".answer > span")[-2:]
+    assert c.text == "c" and c.rect["x"] < d.rect["x"]
+
+
 def test_keyboard(chromium, page):
     browser = Browser(chromium, page(recording("The quick brown fox jumps over the lazy dog. " * 20)))
     browser.press("j")

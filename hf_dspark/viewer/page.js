@@ -73,6 +73,13 @@ function panel(recording, side) {
     element("div", { class: "columns" }, answer(recording, side), byPosition(recording), timeline(recording, side)));
 }
 
+// Line breaks and tabulators get a sign; an override of the direction gets one, and ends with it.
+function unseen(text) {
+  if (text === "\n" || text === "\t") return element("span", { class: text === "\n" ? "break" : "tab" }, text);
+  if (!/^[\u202a-\u202e\u2066-\u2069]$/.test(text)) return text;
+  return element("span", { class: "byte", "data-shown": `U+${text.charCodeAt(0).toString(16).toUpperCase()}` }, text);
+}
+
 function answer(recording, side) {
   const text = element("div", { class: "answer", dir: "auto", tabindex: "0", role: "region", "aria-label": "The answer" });
   recording.spans = recording.pieces.map((piece, place) => {
@@ -82,11 +89,8 @@ function answer(recording, side) {
       span.classList.add("byte");
       span.dataset.shown = recording.shown[recording.answer[place]];
     } else if (/^\s+$/.test(piece)) {
-      const kind = { "\n": "break", "\t": "tab" };
-      span.append(...[...piece].map((one) => element("span", { class: kind[one] ?? "space" }, one)));
-    } else if (/[\n\t]/.test(piece)) {
-      span.append(...piece.split(/([\n\t])/).map((one) => one === "\n" || one === "\t" ? element("span", { class: one === "\n" ? "break" : "tab" }, one) : one));
-    } else span.append(piece);
+      span.append(...[...piece].map((one) => (/[\n\t]/.test(one) ? unseen(one) : element("span", { class: "space" }, one))));
+    } else span.append(...piece.split(/([\n\t\u202a-\u202e\u2066-\u2069])/).filter(Boolean).map(unseen));
     return span;
   });
   text.append(...recording.spans);
@@ -97,9 +101,9 @@ function byPosition(recording) {
   const rows = recording.conditional.flatMap((share, k) => [
     element("span", { class: "of" }, k + 1),
     element("span", { class: "bar" }, share === null ? "" : element("i", { width: `${100 * share}%` })),
-    element("b", { title: `of ${recording.judged[k]} judged` }, share === null ? "–" : percent(share)),
+    element("b", { title: `of ${recording.judged[k]} that were judged, all before them accepted` }, share === null ? "–" : percent(share)),
   ]);
-  return element("div", {}, element("h3", {}, "Accepted, by position, if those before were"), element("div", { class: "bars" }, ...rows));
+  return element("div", {}, element("h3", {}, "Acceptance by position"), element("div", { class: "bars" }, ...rows));
 }
 
 function timeline(recording, side) {

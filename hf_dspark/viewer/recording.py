@@ -22,10 +22,13 @@ A trace file is JSON:
 | …… `accepted` | how many were accepted and followed by one more token |
 | …… `ended` | whether the text ended with an accepted draft token, which `accepted` does not count |
 | …… `token` | the id committed last: the target's own, or the draft token that ended the text |
-| …… `confidence` | predicted acceptance of each drafted token given that those before it were, and of the one that the scheduler stopped at, if it did; their running product is the survival; empty without a confidence head |
-| …… `drafter` | for each drafted token, the drafter's alternatives in its slot: `[token id, probability]`, most likely first |
-| …… `target` | for each verified token and for the slot behind them, the target's alternatives, given the drafts before |
+| …… `confidence` | predicted acceptance of each drafted token (see below) |
+| …… `drafter` | for each drafted token the drafter's alternatives: `[token id, probability]`, most likely first |
+| …… `target` | for each verified token, and for the slot behind them, the target's, given the drafts before it |
 | …… `seconds` | `draft`, `head`, `verify` and `rest`, where the time of the round went |
+
+A confidence is the probability that the token is accepted given that those before it were; their running product is
+the survival. There is one more if the scheduler stopped before a token for it, and none without a confidence head.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..evaluation.variants import Variant, as_configured
 from ..files import write_text
-from ..generation.trace import Alternatives, Details, Round, Seconds, acceptance_length, trace
+from ..generation.trace import Alternatives, Details, Round, Seconds, acceptance_length
 from ..modeling_dspark import DSparkModel
 from .token_text import pieces, vocabulary
 
