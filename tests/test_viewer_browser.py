@@ -138,7 +138,7 @@ def test_card_by_focus_and_by_pointer(chromium, page):
 
 
 def test_search(chromium, page):
-    browser = Browser(chromium, page(recording("one needle here, " + "hay " * 300 + "and another needle")))
+    browser = Browser(chromium, page(recording("İ one needle here, " + "hay " * 300 + "and another needle")))
     browser.press("/", *"needle")
     marked = browser("return [...document.querySelectorAll('.answer .hit')].map((one) => one.textContent).join('')")
     assert marked == "needleneedle"
@@ -153,6 +153,17 @@ def test_search(chromium, page):
     assert browser.all(".answer .hit") == []
     browser.press("/", *"absent")
     assert browser.text("#found") == "0 rounds"
+    browser.press("\ue00c", "/", *"YZ")
+    assert browser.text("#found") == "0 rounds"
+
+
+def test_search_finds_what_was_only_drafted(chromium, page):
+    browser = Browser(chromium, page(recording("abcdefgh")))  # of which round 1 rejects an f
+    browser.press("/", *"df", "\ue007")
+    assert browser.text("#found") == "1 of 1 round"
+    assert browser.all(".answer .hit") == []
+    marked = browser("return [...document.querySelectorAll('.slot.hit')].map((one) => one.dataset.slot)")
+    assert marked == ["2", "3"]
     assert browser.errors == []
 
 

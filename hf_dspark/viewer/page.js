@@ -53,6 +53,7 @@ for (const recording of recordings) {
     slots.forEach((slot, k) => (slot.fate === "accepted" || slot.fate === "own") && recording.origin.push([round, k])));
   recording.current = [0, 0];
   recording.cells = [];
+  recording.marks = new Map(); // of each round, the slots that the search found
 }
 
 // Panels
@@ -169,7 +170,7 @@ function row(recording, side, number) {
     element("div", { class: "says" }, cells[round.drafted.length] ?? element("span", { class: "none" }, "the end")),
     element("div", { class: "took" }, element("div", { class: "stack" }, ...stack), `${(1000 * recording.took[number]).toFixed(1)} ms`));
   made.style.setProperty("--slots", Math.min(recording.slots || 1, 8));
-  if (found.includes(`${side}-${number}`)) mark(side, number);
+  mark(side, number);
   return made;
 }
 
@@ -272,40 +273,37 @@ document.addEventListener("click", (event) => {
 // Search: in the answers and in what was drafted.
 
 let found = [], foundAt = -1;
+
+/** Which of some texts, read as one, a query lies in. */
+function hitsIn(texts, query) {
+  const pieces = texts.map((text) => text.toLowerCase()); // which may change their length
+  const text = pieces.join(""), hits = new Set();
+  let k = 0, start = 0;
+  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) {
+    while (start + pieces[k].length <= at) start += pieces[k++].length;
+    for (let end = start, other = k; end < at + query.length; end += pieces[other++].length) hits.add(other);
+  }
+  return hits;
+}
+
 function mark(side, number) {
-  const query = byId("search").value.toLowerCase();
-  recordings[side].cells[number]?.forEach((cell, k) => {
-    const slot = recordings[side].slotsOf[number][k];
-    const text = recordings[side].vocabulary[slot.token].toLowerCase();
-    cell.classList.toggle("hit", query !== "" && (text.includes(query) || (text.trim() !== "" && query.includes(text.trim()) && text.trim().length > 1)));
-  });
+  recordings[side].cells[number]?.forEach((cell, k) => cell.classList.toggle("hit", recordings[side].marks.get(number)?.has(k) ?? false));
 }
 
 function search() {
-  const query = byId("search").value.toLowerCase(), rounds = new Set();
-  recordings.forEach((recording, side) => {
-    const hits = new Set();
-    if (query) {
-      const text = recording.pieces.join("").toLowerCase(), starts = [];
-      recording.pieces.reduce((start, piece) => (starts.push(start), start + piece.length), 0);
-      for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) {
-        let low = 0, high = starts.length - 1; // the last token that starts at or before `at`
-        while (low < high) {
-          const middle = (low + high + 1) >> 1;
-          if (starts[middle] <= at) low = middle; else high = middle - 1;
-        }
-        for (let k = low; k < starts.length && starts[k] < at + query.length; k++) hits.add(k);
-      }
-      recording.rounds.forEach((round, number) => {
-        if (round.drafted.map((id) => recording.vocabulary[id]).join("").toLowerCase().includes(query)) rounds.add(`${side}-${number}`);
-      });
-    }
-    recording.spans.forEach((span, place) => span.classList.toggle("hit", hits.has(place)));
-    for (const place of hits) rounds.add(`${side}-${recording.origin[place]?.[0] ?? 0}`);
+  const query = byId("search").value.toLowerCase();
+  found = recordings.flatMap((recording, side) => {
+    const inAnswer = query ? hitsIn(recording.pieces, query) : new Set();
+    recording.spans.forEach((span, place) => span.classList.toggle("hit", inAnswer.has(place)));
+    recording.marks = new Map();
+    const add = (number, k) => recording.marks.set(number, (recording.marks.get(number) ?? new Set()).add(k));
+    for (const place of inAnswer) if (recording.origin[place]) add(...recording.origin[place]);
+    if (query) recording.rounds.forEach((round, number) => {
+      for (const k of hitsIn(round.drafted.map((id) => recording.vocabulary[id]), query)) add(number, k);
+    });
     recording.cells.forEach((_, number) => mark(side, number));
+    return [...recording.marks.keys()].sort((a, b) => a - b).map((number) => [side, number]);
   });
-  const order = (key) => key.split("-").map(Number);
-  found = [...rounds].sort((a, b) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1]);
   foundAt = -1;
   tell();
 }
@@ -318,7 +316,7 @@ function tell() {
 function next(step) {
   if (!found.length) return;
   foundAt = foundAt < 0 ? (step > 0 ? 0 : found.length - 1) : (foundAt + step + found.length) % found.length;
-  const [side, number] = found[foundAt].split("-").map(Number);
+  const [side, number] = found[foundAt];
   select(side, number, 0, false);
   recordings[side].cells[number][0].scrollIntoView({ block: "center" });
   recordings[side].spans[recordings[side].origin.findIndex((origin) => origin?.[0] === number)]?.scrollIntoView({ block: "nearest" });

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..generation.trace import Alternatives, Round
 from .alignment import align, verdict
 from .recording import Recording
-from .token_text import visible
+from .token_text import harmless, visible
 
 # By more than colour: accepted drafts are underlined, and every draft is followed by its mark.
 STYLES = {
@@ -49,7 +49,7 @@ def show(recordings: list[Recording]) -> RenderableType:
 def heading(recording: Recording) -> Text:
     """Who drafted for whom, and how it went."""
     total, seconds = recording.seconds.total, recording.seconds
-    text = Text(f"{recording.label} for {recording.target}\n", style="bold")
+    text = Text(f"{harmless(recording.label)} for {harmless(recording.target)}\n", style="bold")
     text.append(
         f"{len(recording.answer)} tokens in {len(recording.rounds)} rounds, "
         f"acceptance length {recording.acceptance_length:.2f}",
@@ -69,7 +69,7 @@ def answer(recording: Recording) -> Text:
     for a_round in recording.rounds:
         makers += ["accepted"] * a_round.accepted + ["accepted" if a_round.ended else "own"]
     for piece, maker in zip(recording.pieces, makers):
-        text.append("".join(c if c == "\n" or c.isprintable() else visible(c) for c in piece), style=STYLES[maker])
+        text.append(harmless(piece), style=STYLES[maker])
     return text
 
 
@@ -91,7 +91,7 @@ def side_by_side(left: Recording, right: Recording) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", show_lines=True)
     table.add_column("token", justify="right", style="dim")
     for each in (left, right):
-        table.add_column(Text(each.label), ratio=1)
+        table.add_column(Text(harmless(each.label)), ratio=1)
     for stretch in align(left, right):
         sides = []
         for recording, (first, stop) in ((left, stretch.left), (right, stretch.right)):

@@ -12,7 +12,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no text yet
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+_OVERRIDES = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # of the direction of writing
+_VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\xa0": "⍽"}
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
@@ -45,26 +46,26 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> dic
     texts = {}
     for token in sorted(set(tokens)):
         text = _decode(tokenizer, [*opening, token])[before:]
-        if REPLACEMENT in text or not text:
-            text = _bytes(str(tokenizer.convert_ids_to_tokens(token))) or text
-        texts[token] = text
+        piece = str(tokenizer.convert_ids_to_tokens(token))
+        texts[token] = (_bytes(piece) if REPLACEMENT in text else "") or text or piece
     return texts
 
 
 def visible(text: str) -> str:
     """A token with its whitespace and its control characters to be seen."""
-    characters = []
-    for character in text:
-        category = unicodedata.category(character)
-        alone = category in ("Cf", "Mn", "Me") and len(text) == 1
-        bidirectional = category == "Cf" and unicodedata.bidirectional(character) not in ("BN", "AN", "AL", "L", "R")
-        if character in _VISIBLE:
-            characters.append(_VISIBLE[character])
-        elif category in ("Cc", "Zl", "Zp", "Zs", "Cn", "Co") or alone or bidirectional:
-            characters.append(f"U+{ord(character):04X}")
-        else:
-            characters.append(character)
-    return "".join(characters) or "∅"
+    if len(text) == 1 and unicodedata.category(text) in ("Cf", "Mn", "Me"):  # it would join its neighbour
+        return f"U+{ord(text):04X}"
+    return "".join(_VISIBLE.get(character) or harmless(character) for character in text) or "∅"
+
+
+def harmless(text: str) -> str:
+    """A text without characters that would steer a terminal or turn the direction of what follows."""
+    return "".join(f"U+{ord(character):04X}" if _steers(character) else character for character in text)
+
+
+def _steers(character: str) -> bool:
+    unknown = unicodedata.category(character) in ("Cc", "Cn", "Co", "Zl", "Zp")
+    return character in _OVERRIDES or (unknown and character not in "\n\t")
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
