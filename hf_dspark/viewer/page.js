@@ -190,7 +190,7 @@ function fill(index) {
     if (!stretches && first === stop) return;
     const made = [];
     for (let number = first; number < stop; number++) made.push(row(recordings[side], side, number));
-    shell.append(element("div", { class: "side" }, ...made));
+    shell.append(element("div", { class: "side", ...(stretches && { "data-name": recordings[side].label }) }, ...made));
   });
   recordings.forEach((recording, side) => {
     if (rowOf[side][recording.current[0]] === index) recording.cells[recording.current[0]][recording.current[1]].tabIndex = 0;
@@ -349,6 +349,7 @@ document.addEventListener("keydown", (event) => {
 
 document.body.classList.toggle("two", stretches !== null);
 byId("panels").append(...recordings.map(panel));
+if (stretches) byId("rounds").append(element("div", { class: "names" }, ...recordings.map(({ label }) => element("span", {}, label))));
 byId("rounds").append(...shells);
 const near = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) {
