@@ -54,8 +54,9 @@ def align(left: Recording, right: Recording) -> list[Stretch]:
 def verdict(left: Recording, right: Recording) -> str:
     """How far the two answers are the same, in words."""
     common = common_tokens(left, right)
+    tokens = f"{common} token{'s' if common != 1 else ''}"
     if common == len(left.answer) == len(right.answer):
-        return f"Both answers are the same {common} tokens, aligned by position."
+        return f"Both answers are the same {tokens}, aligned by position."
     if common in (len(left.answer), len(right.answer)):
-        return f"One answer ends after {common} tokens, up to which they are the same."
-    return f"The answers are the same for {common} tokens and differ from there on, where nothing is aligned."
+        return f"One answer ends after {tokens}, up to which they are the same."
+    return f"The answers are the same for {tokens} and differ from there on, where nothing is aligned."
