@@ -238,6 +238,101 @@ def evaluate(
 
 
 @app.command()
+def view(
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What the target is asked.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Show this trace file instead of generating.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Side by side with: `head-off`, `full-blocks`, or another drafter.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the trace there.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 is greedy.")] = 0.0,
+    alternatives: Annotated[int, typer.Option(min=1, help="Likely tokens to keep of every slot.")] = 5,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    seed: int = 0,
+) -> None:
+    """Show what a drafter does, round by round: in the terminal, and as a page; one recording or two side by side."""
+    from .demo import DRAFTER, REPOSITORY
+    from .evaluation.variants import as_configured, full_blocks, head_off
+    from .generation.candidate_generator import scheduler_of
+    from .modeling_dspark import DSparkModel
+    from .viewer import terminal
+    from .viewer.recording import load, record, save
+
+    if html is not None:
+        try:
+            from .viewer.page import write_page
+        except ImportError as error:
+            raise typer.BadParameter(f"A page needs {error.name}: pip install 'hf-dspark[report]'.") from error
+    if trace is not None:
+        if (target, drafter, prompt, against, json_file) != (None,) * 5:
+            raise typer.BadParameter("It is shown as it is; only --html goes with it.", param_hint="--trace")
+        try:
+            recordings = load(trace)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="--trace") from error
+    else:
+        if target is None or not prompt:
+            raise typer.BadParameter("Give --target and --prompt, or --trace with a trace file.")
+        ways = {"head-off": (head_off, "sequential head off"), "full-blocks": (full_blocks, "full blocks")}
+        model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, named_dtype(dtype))
+        name = name_of(drafter or DRAFTER)
+        runs = [(draft_model, name, as_configured, "as configured" if against in ways else "")]
+        try:
+            if against == "head-off" and draft_model.markov_head is None:
+                raise ValueError("The drafter has no sequential head that could be off.")
+            if against in ways:
+                runs.append((draft_model, name, *ways[against]))
+            elif against is not None:
+                other = DSparkModel.from_pretrained(against, dtype=draft_model.dtype).eval().to(model.device)
+                runs.append((other, name_of(against), as_configured, ""))
+            for running, *_ in runs:
+                running.check_target(model)
+                if num_assistant_tokens is not None:
+                    running.generation_config.num_assistant_tokens = num_assistant_tokens
+                if confidence_threshold is not None:
+                    running.generation_config.assistant_confidence_threshold = confidence_threshold
+                scheduler_of(running)
+            recordings = [
+                record(
+                    model,
+                    tokenizer,
+                    running,
+                    prompt,
+                    way,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    alternatives=alternatives,
+                    seed=seed,
+                    target_name=REPOSITORY if target == "smollm2" else name_of(target),
+                    drafter_name=name,
+                    method=method,
+                )
+                for running, name, way, method in runs
+            ]
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
+    if json_file is not None:
+        save(recordings, json_file)
+    if html is not None:
+        write_page(recordings, html)
+    rich.print(terminal.show(recordings))
+
+
+@app.command()
 def profile(
     target: Target,
     drafter: Annotated[

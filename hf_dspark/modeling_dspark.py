@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -102,6 +104,7 @@ class DSparkModel(PreTrainedModel):
         self._bound_to: tuple | None = None
         self._embedding_scale = config.input_embedding_scale  # until a target says, if it is to
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
+        self.alternatives = 0  # how many likely tokens of every slot it collects, too
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
         self.hardware_profile: HardwareProfile | None = None
         self.post_init()
@@ -364,6 +367,26 @@ class DSparkModel(PreTrainedModel):
         if name not in self._shared:
             raise ValueError(f"This drafter has no `{name}` of its own; call `drafter.bind(target)` first.")
         return self._shared[name]
+
+    # What it does
+
+    @contextmanager
+    def trace(self, alternatives: int = 0) -> Iterator[list]:
+        """
+        Collect every [`~hf_dspark.Round`] of the `generate()` calls made inside the `with` block; yields the list that
+        they go to.
+
+        Args:
+            alternatives: give the rounds [`~hf_dspark.generation.trace.Details`], with so many of the most likely
+                tokens of the drafter and of the target in every slot. They take time, which is not counted in the
+                rounds' seconds; 0 leaves them out.
+        """
+        outer = self.rounds, self.alternatives
+        self.rounds, self.alternatives = [], alternatives
+        try:
+            yield self.rounds
+        finally:
+            self.rounds, self.alternatives = outer
 
     # The computation
 

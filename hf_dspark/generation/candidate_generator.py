@@ -11,7 +11,7 @@ from ..modeling_dspark import DSparkModel
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 from .draft_context import DraftContext
-from .trace import Clock, Round
+from .trace import Clock, Details, Round
 
 
 def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
@@ -85,6 +85,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock = clock
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
+        self._details: Details | None = None
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,6 +99,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock.lap("rest")
         start = input_ids.shape[1]
         self._draft, self._confidences = input_ids[:, :0], []
+        self._details = Details(start - 1) if self.drafter.alternatives else None
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
@@ -127,6 +129,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
+        if self._details is not None:
+            with self.clock.stopped():
+                self._details.add_draft(input_ids[:, start:], scores, self._confidences, drafter.alternatives)
         if not self.do_sample:
             input_ids = input_ids[:, : start + self.scheduler.keep(len(scores))]
         self.clock.lap("head")
@@ -161,8 +166,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
         return scores.argmax(-1, keepdim=True), scores
 
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
-        """Tell the scheduler and the trace how the last round ended, and start the clock for the next."""
+    def update_candidate_strategy(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor | None,
+        num_matches: int,
+        logits: torch.Tensor | None = None,
+    ):
+        """
+        Tell the scheduler and the trace how the last round ended, and start the clock for the next. Only a trace with
+        alternatives reads `logits`, what the target said in the slots of the draft and behind them, (1, ℓ + 1, V).
+        """
         if self._draft is not None:
             self.clock.lap("rest")
             self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
@@ -170,5 +184,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 draft = self._draft[0].tolist()
                 ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
                 confidences = self._confidences[: len(draft)]
-                self.drafter.rounds.append(Round(draft, confidences, num_matches, ended, self.clock.seconds))
+                if self._details is not None:
+                    count = self.drafter.alternatives
+                    self._details.add_verdict(
+                        input_ids, self._draft, num_matches, logits, self.logits_processor, count
+                    )
+                self.drafter.rounds.append(
+                    Round(draft, confidences, num_matches, ended, self.clock.seconds, self._details)
+                )
         self.clock.restart()

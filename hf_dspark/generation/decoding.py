@@ -108,7 +108,7 @@ def speculative_decoding(
             rejected = width - committed
             cache.crop(-rejected)
             context.extend(features[:, : features.shape[1] - rejected])
-            generator.update_candidate_strategy(input_ids, scores, committed - 1)
+            generator.update_candidate_strategy(input_ids, scores, committed - 1, logits)
             if finished:
                 break
 
