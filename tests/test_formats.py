@@ -510,8 +510,21 @@ def test_drafts_of_a_zlab_checkpoint_are_those_of_transformers(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     drafter = load(tmp_path)
     assert not drafter.config.sample_from_anchor
+    steps_agree(target, drafter, assistant, prompt(7) % 5)
 
-    arguments = {"inputs": prompt(7) % 5, "max_new_tokens": 60, "do_sample": False}
+
+@with_dflash
+def test_drafts_of_the_assistant_are_those_of_transformers(tmp_path):
+    """In a whole text, too, beyond the window, where transformers no longer keeps what it does not see."""
+    target = tiny_target("qwen3", seed=3, vocab_size=8)
+    assistant = muse_assistant(target, std=0.6)
+    assistant.save_pretrained(tmp_path)
+    steps_agree(target, load(tmp_path), assistant, prompt(17) % 5)
+
+
+def steps_agree(target: PreTrainedModel, drafter: DSparkModel, assistant: PreTrainedModel, ids: torch.Tensor):
+    """Ours and transformers' generator get as many tokens accepted in every round of a text."""
+    arguments = {"inputs": ids, "max_new_tokens": 60, "do_sample": False}
     with trace(drafter) as rounds:
         target.generate(**arguments, assistant_model=drafter)
     sizes: list[int] = []
@@ -520,7 +533,11 @@ def test_drafts_of_a_zlab_checkpoint_are_those_of_transformers(tmp_path):
     assert len(set(sizes[2:])) > 2, "too few kinds of rounds to tell anything"
 
 
-SIDE_BY_SIDE = ("z-lab DFlash", "transformers Muse Glimmer assistant")  # with transformers, in the two tests above
+# What runs other code on the same weights: the tests above, and scripts in tests/interop.
+SIDE_BY_SIDE = {
+    "z-lab DFlash": "side by side with transformers, and with dflash 0.1.0 (tests/interop/zlab_dflash.py)",
+    "transformers Muse Glimmer assistant": "side by side with transformers",
+}
 
 
 class Sizes:
