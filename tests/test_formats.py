@@ -728,7 +728,7 @@ def configs(target) -> list[tuple[dict, dict]]:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_config_is_read_or_refused_in_one_way(configs, data):
     config, tensors = data.draw(st.sampled_from(configs))
     config = json.loads(json.dumps(config))

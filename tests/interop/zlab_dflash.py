@@ -1,6 +1,6 @@
 """
-z-lab's own package and this one on the same tiny checkpoints: hidden states and logits of a block, behind short and long
-contexts. Not part of the tests; in an environment of its own:
+z-lab's own package and this one on the same tiny checkpoints: hidden states and logits of a block, behind short and
+long contexts. Not part of the tests; in an environment of its own:
 
     pip install --no-deps dflash==0.1.0
     PYTHONPATH=.:tests python tests/interop/zlab_dflash.py
