@@ -618,6 +618,8 @@ def test_other_backbones_are_refused_by_name(architecture, tmp_path):
     ("index", "change", "match"),
     [
         (0, {"log_snr_conditioning": True}, "signal-to-noise"),
+        *((i, {"num_hidden_layers": 2**40}, "num_hidden_layers") for i in range(14)),
+        (15, {"transformer_layer_config": {"num_hidden_layers": 2**40}}, "num_hidden_layers"),
         (0, {"some_new_scale": 2.0}, "some_new_scale"),
         (0, {"quantization_config": {"quant_method": "modelopt"}}, "dequantise"),
         (0, {"projector_type": "domino"}, "domino"),
