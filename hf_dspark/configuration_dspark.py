@@ -14,6 +14,7 @@ Backbone = Literal["qwen3", "gemma4", "dflash2"]
 HeadType = Literal["vanilla", "gated", "rnn"]
 LayerType = Literal["full_attention", "sliding_attention"]
 WindowStart = Literal["row", "anchor"]
+MOST_LAYERS = 1000  # beyond that, a number in a file is a mistake, and not one to make room for
 
 
 @strict
@@ -113,6 +114,8 @@ class DSparkConfig(PreTrainedConfig):
     base_model: str | None = None
 
     def __post_init__(self, **kwargs):
+        if not 0 < self.num_hidden_layers <= MOST_LAYERS:
+            raise ValueError(f"`num_hidden_layers` is {self.num_hidden_layers}, not 1 to {MOST_LAYERS}.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size

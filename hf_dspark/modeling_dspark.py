@@ -131,11 +131,8 @@ class DSparkModel(PreTrainedModel):
             if dtype is not None:
                 kwargs["dtype"] = dtype
         cls._check_tensors(config, checkpoint)
-        if checkpoint.renamed:
-            kwargs["key_mapping"] = checkpoint.key_mapping
-        loaded = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
-        )
+        kwargs |= {"use_safetensors": True, "key_mapping": checkpoint.key_mapping or None}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._weight_conversions = None  # what is saved from now on has our names
         model._check_token_map()

@@ -76,7 +76,7 @@ def matrix() -> str:
         cases = [fields for name, fields, *_ in WRITTEN if name == found.NAME]
         tried = [words for name, words in PARTS.items() if any(fields.get(name) for fields in cases)]
         how = [f"reference values ({', '.join(values[found.NAME])})"] if found.NAME in values else []
-        how += ["side by side with transformers"] if found.NAME in SIDE_BY_SIDE else []
+        how += [SIDE_BY_SIDE[found.NAME]] if found.NAME in SIDE_BY_SIDE else []
         how += [f"written in that layout ({len(cases)})"] if cases else ["round trips"]
         slot = " or ".join("used" if used else "unused" for used in sorted(slots.get(found.NAME, {True, False})))
         read.append(f"| {found.NAME} | {slot} | {', '.join(tried)} | {', '.join(how)} |")

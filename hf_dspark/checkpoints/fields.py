@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, Qwen3Config
 
+from ..configuration_dspark import MOST_LAYERS
+
 # What writers put into any config beside the model, or into a copy of a target's.
 HARMLESS = {
     *("architectures", "auto_map", "custom_code", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
@@ -56,6 +58,8 @@ _KINDS = {
 
 class Fields:
     """
+    A config to read from.
+
     Args:
         name: of the format, for messages.
         config: config.json.
@@ -66,6 +70,9 @@ class Fields:
         self.name = name
         self._sections = [_typed(name, section, config[section], dict) for section in sections if config.get(section)]
         self._sections.append(config)
+        for layers in (section.get("num_hidden_layers") for section in self._sections):
+            if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
+                raise ValueError(f"In this {name} config, `num_hidden_layers` is {layers}, not 1 to {MOST_LAYERS}.")
         self._read = set(sections)
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:

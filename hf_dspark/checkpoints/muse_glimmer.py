@@ -41,8 +41,8 @@ def translate(config: dict, tensors: Shapes) -> dict:
         ValueError: a required field is missing, a field contradicts the tensors, or it is unknown what a field does.
     """
     config = DEFAULTS | {name: value for name, value in config.items() if value is not None}
-    config.setdefault("layer_types", ["sliding_attention"] * (config.get("num_hidden_layers") or 0))
     fields = Fields(NAME, config)
+    config.setdefault("layer_types", ["sliding_attention"] * fields.need("num_hidden_layers", int))
     translated = translation.translate(fields, tensors, sample_from_anchor=False)
     translated["causal_in_block"] = False
     if translated["sliding_window"] is not None:
