@@ -10,10 +10,11 @@ import torch
 from conftest import tiny_drafter, tiny_target
 from scipy.stats import chisquare
 
-from hf_dspark import trace
+from hf_dspark import HardwareProfile, trace
 from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
 from hf_dspark.generation.trace import Clock
+from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.costs import RoundCosts
 
 SIGNIFICANT = 1e-4  # seeds are fixed: a test passes or fails, it does not flicker
@@ -134,6 +135,37 @@ def test_hardware_aware_without_confidence_head(erratic_clock):
     assert len({len(a_round.draft) for a_round in rounds}) > 2
 
 
+def calibrated(drafter, **weights):
+    """The drafter with one regression for every position."""
+    calibration = Calibration(
+        **{name: (value,) * 5 if name != "method" else value for name, value in weights.items()},
+    )
+    drafter.hardware_profile = HardwareProfile(calibration={"sample": calibration})
+    return drafter
+
+
+MARGIN = {"method": "margin", "bias": -1.0, "logit_weight": 0.0, "margin_weight": 1.5}
+BOTH = {"method": "both", "bias": -0.5, "logit_weight": 0.5, "margin_weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "fields"),
+    [
+        (MARGIN, {"markov_head_type": "vanilla", "enable_confidence_head": False}),
+        (MARGIN, {"markov_head_type": "rnn"}),
+        (MARGIN, {"markov_rank": 0, "sample_from_anchor": False, "block_size": 6}),
+        (BOTH, {"markov_head_type": "gated"}),
+    ],
+)
+def test_margins(weights, fields):
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target, **fields), **weights)
+    drafter.generation_config.assistant_confidence_threshold = 0.6
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter) > SIGNIFICANT
+    assert len({len(a_round.draft) for a_round in rounds}) > 2, "the margin decides nothing"
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_narrow_drafts(width):
     target = memoryless_target()
@@ -183,6 +215,29 @@ class LooksAhead(DSparkCandidateGenerator):
                 candidates, scores = candidates[:, : input_ids.shape[1] + k], scores[:, :k]
                 break
         return candidates, scores if candidates.shape[1] > input_ids.shape[1] else None
+
+
+class OwnProbability(DSparkCandidateGenerator):
+    """Wrong: how far to trust a slot depends on how likely the token is that was drawn for it."""
+
+    def _confidence(self, calibration, slot, hidden, embedding, logits):
+        q = logits.softmax(-1)
+        self._drawn = torch.multinomial(q, num_samples=1)
+        mine = q.gather(-1, self._drawn)
+        return calibration(slot, margin=mine.logit()).sigmoid().item()
+
+    def _choose(self, input_ids, logits):
+        _, scores = super()._choose(input_ids, logits)
+        return self._drawn, scores
+
+
+def test_trusting_likely_tokens_more_is_caught(monkeypatch):
+    """As `test_margins`, but for what stands in the margin's place."""
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target), **MARGIN)
+    drafter.generation_config.assistant_confidence_threshold = 0.2
+    monkeypatch.setattr(decoding, "DSparkCandidateGenerator", OwnProbability)
+    assert transition_pvalue(target, drafter) < SIGNIFICANT**2
 
 
 @pytest.mark.parametrize("wrong", [RawScores, GreedyDrafts, LooksAhead])

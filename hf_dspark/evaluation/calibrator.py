@@ -18,13 +18,12 @@ from ..modeling_dspark import DSparkModel
 from ..scheduling.calibration import Calibration, Rows, fit, survival_errors
 from ..scheduling.profile import Acceptance, HardwareProfile
 from .acceptance import conditional_acceptance, judged, marginal_acceptance
-from .measurement import GREEDY, SAMPLE, answer, machine_of
+from .measurement import SAMPLING, answer, machine_of
 from .prompts import Conversation, check_text
 from .reliability import RESAMPLES, interval, log_losses, reliability, resamples
 from .results import Estimate, Machine, Reliability
 from .variants import uncalibrated
 
-REGIMES = {"greedy": GREEDY, "sample": SAMPLE}
 FOLDS = 4
 WITH_HEAD = ("head", "temperature", "logit", "margin", "both")
 WITHOUT_HEAD = ("mean", "margin")
@@ -90,7 +89,7 @@ class CalibrationReport:
 
     @property
     def regimes(self) -> dict[str, Choice]:
-        return {name: getattr(self, name) for name in REGIMES}
+        return {name: getattr(self, name) for name in SAMPLING}
 
     def put_into(self, profile: HardwareProfile) -> None:
         """Let a profile carry what was chosen, and the acceptance that was found, in the place of what it had."""
@@ -141,8 +140,8 @@ def calibrate(
     names = {"target": target_name or target.name_or_path, "drafter": drafter_name or drafter.name_or_path}
     choices = {}
     with Progress(transient=True) as progress:
-        task = progress.add_task("", total=len(REGIMES) * len(conversations))
-        for regime, sampling in REGIMES.items():
+        task = progress.add_task("", total=len(SAMPLING) * len(conversations))
+        for regime, sampling in SAMPLING.items():
             progress.update(task, description=regime)
             rounds = []
             for number, messages in enumerate(conversations):

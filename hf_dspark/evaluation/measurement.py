@@ -36,6 +36,7 @@ from .variants import Variant, variants_for
 
 GREEDY: dict = {"do_sample": False}
 SAMPLE: dict = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+SAMPLING = {"greedy": GREEDY, "sample": SAMPLE}
 
 
 @dataclass
@@ -125,7 +126,7 @@ def evaluate(
             advance = partial(progress.advance, task)
             for name, conversations in sets.items():
                 results = {}
-                for regime, sampling in (("greedy", GREEDY), ("sample", SAMPLE)):
+                for regime, sampling in SAMPLING.items():
                     progress.update(task, description=f"{name}, {regime}")
                     this_way = partial(respond, max_new_tokens=max_new_tokens, **sampling)
                     answers = side_by_side(this_way, variants, conversations, seed, advance)

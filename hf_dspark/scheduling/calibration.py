@@ -105,7 +105,7 @@ class Rows:
 
     Args:
         logit, margin: what was known of each slot, (N, γ); without confidence head, the former is 0.
-        accepted: 1 or 0, (N, γ), and NaN where the target said nothing: behind a rejected token or the end of the text.
+        accepted: 1 or 0, and NaN where the target said nothing, behind a rejected token or the text; (N, γ).
         prompt: the number of the prompt, (N,).
     """
 
