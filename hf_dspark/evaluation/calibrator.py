@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -252,23 +253,20 @@ def judge(rows: Rows, confidence: np.ndarray, before: np.ndarray) -> Candidate:
 
 def summary(report: CalibrationReport) -> Table:
     """How every way to predict acceptance does on prompts that it was not fitted to, for the terminal."""
-    table = Table(title=f"{report.drafter} with {report.target}, on prompts that were left out")
-    for column in ("decoding", "confidence"):
-        table.add_column(column)
+    table = Table(title=f"{report.drafter} with {report.target}, on prompts left out", box=SIMPLE_HEAD)
+    table.add_column("confidence")
     for column in ("ECE", "Brier", "NLL", "AUC", "gain in NLL"):
         table.add_column(column, justify="right")
     for regime, choice in report.regimes.items():
+        table.add_row(f"[italic]{regime}[/italic]")
         for method, found in choice.candidates.items():
             estimates = (*(getattr(found.overall, name) for name in ("ece", "brier", "log_loss", "auc")), found.gain)
-            table.add_row(
-                regime if method == next(iter(choice.candidates)) else "",
-                f"[bold]{method}, used[/bold]" if method == choice.chosen else method,
-                *map(_cell, estimates),
-            )
+            table.add_row(f"{method}\nused" if method == choice.chosen else method, *map(_cell, estimates))
         table.add_section()
     return table
 
 
 def _cell(found: Estimate) -> str:
+    """A value above its interval."""
     value = "–" if found.value is None else f"{found.value:.3f}"
-    return value if found.interval is None else f"{value} ({found.interval[0]:.3f}–{found.interval[1]:.3f})"
+    return value if found.interval is None else "{}\n{:.3f}–{:.3f}".format(value, *found.interval)
