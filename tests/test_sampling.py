@@ -135,34 +135,27 @@ def test_hardware_aware_without_confidence_head(erratic_clock):
     assert len({len(a_round.draft) for a_round in rounds}) > 2
 
 
-def calibrated(drafter, **weights):
-    """The drafter with one regression for every position."""
-    calibration = Calibration(
-        **{name: (value,) * 5 if name != "method" else value for name, value in weights.items()},
-    )
+def calibrated(drafter, method: str, bias: float, logit_weight: float, margin_weight: float):
+    """The drafter with one regression for every position, drafting where that says more than one half."""
+    calibration = Calibration(method, (bias,) * 5, (logit_weight,) * 5, (margin_weight,) * 5)
     drafter.hardware_profile = HardwareProfile(calibration={"sample": calibration})
+    drafter.generation_config.assistant_confidence_threshold = 0.5
     return drafter
 
 
-MARGIN = {"method": "margin", "bias": -1.0, "logit_weight": 0.0, "margin_weight": 1.5}
-BOTH = {"method": "both", "bias": -0.5, "logit_weight": 0.5, "margin_weight": 1.0}
-
-
 @pytest.mark.parametrize(
-    ("weights", "fields"),
+    ("calibration", "fields"),
     [
-        (MARGIN, {"markov_head_type": "vanilla", "enable_confidence_head": False}),
-        (MARGIN, {"markov_head_type": "rnn"}),
-        (MARGIN, {"markov_rank": 0, "sample_from_anchor": False, "block_size": 6}),
-        (BOTH, {"markov_head_type": "gated"}),
+        (("margin", -0.8, 0, 4), {"markov_head_type": "vanilla", "enable_confidence_head": False}),
+        (("margin", -0.8, 0, 4), {"markov_head_type": "rnn"}),
+        (("both", -1, 0.5, 1.5), {"markov_head_type": "gated"}),
     ],
 )
-def test_margins(weights, fields):
+def test_margins(calibration, fields):
     target = memoryless_target()
-    drafter = calibrated(bold_drafter(target, **fields), **weights)
-    drafter.generation_config.assistant_confidence_threshold = 0.6
+    drafter = calibrated(bold_drafter(target, **fields), *calibration)
     with trace(drafter) as rounds:
-        assert transition_pvalue(target, drafter) > SIGNIFICANT
+        assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
     assert len({len(a_round.draft) for a_round in rounds}) > 2, "the margin decides nothing"
 
 
@@ -234,8 +227,7 @@ class OwnProbability(DSparkCandidateGenerator):
 def test_trusting_likely_tokens_more_is_caught(monkeypatch):
     """As `test_margins`, but for what stands in the margin's place."""
     target = memoryless_target()
-    drafter = calibrated(bold_drafter(target), **MARGIN)
-    drafter.generation_config.assistant_confidence_threshold = 0.2
+    drafter = calibrated(bold_drafter(target), "margin", 4, 0, 4)
     monkeypatch.setattr(decoding, "DSparkCandidateGenerator", OwnProbability)
     assert transition_pvalue(target, drafter) < SIGNIFICANT**2
 
