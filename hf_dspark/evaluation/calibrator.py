@@ -267,6 +267,6 @@ def summary(report: CalibrationReport) -> Table:
 
 
 def _cell(found: Estimate) -> str:
-    """A value above its interval."""
-    value = "–" if found.value is None else f"{found.value:.3f}"
-    return value if found.interval is None else "{}\n{:.3f}–{:.3f}".format(value, *found.interval)
+    """A value above its interval, so short that all columns fit into 80."""
+    value, *ends = ("–" if x is None else f"{x:.3f}" for x in (found.value, *(found.interval or ())))
+    return "\n".join([value, *(["–".join(end.replace("0.", ".", 1) for end in ends)] if ends else [])])
