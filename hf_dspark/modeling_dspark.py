@@ -30,6 +30,7 @@ from .checkpoints import DROPPED, Checkpoint
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
+from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
 from .scheduling.profile import HardwareProfile
 
@@ -61,7 +62,8 @@ class DSparkModel(PreTrainedModel):
     What it has of its own follows its checkpoint; embeddings and output head that are missing are borrowed from the
     target by [`~DSparkModel.bind`], which `generate()` calls.
 
-    `hardware_profile` says what rounds cost on the devices that were measured, `None` if it came without one.
+    `hardware_profile` says what rounds cost on the devices that were measured, and how confidences are calibrated;
+    `None` if it came without one.
     How much of a draft is verified is what pays on this machine, by a hardware profile. Instead,
     `generation_config.num_assistant_tokens` sets how many tokens are sent to verification a round, and
     `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
@@ -144,7 +146,9 @@ class DSparkModel(PreTrainedModel):
         ):
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
         try:
-            model.hardware_profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile.check_positions(config.num_draft_tokens)
+            model.hardware_profile = profile
         except OSError:  # there is none
             pass
         except ValueError as error:
@@ -384,6 +388,22 @@ class DSparkModel(PreTrainedModel):
             yield self.rounds
         finally:
             self.rounds, self.alternatives = outer
+
+    def calibration(self, do_sample: bool) -> Calibration | None:
+        """
+        How the confidence of a slot follows from what is known of it, when greedy or sampling: as the hardware profile
+        says, else from the confidence head as it is; `None` for a drafter that has neither.
+
+        Raises:
+            ValueError: the profile's is not for the number of tokens that this drafter drafts.
+        """
+        profile, slots = self.hardware_profile, self.config.num_draft_tokens
+        found = None if profile is None else profile.calibration.get("sample" if do_sample else "greedy")
+        if found is None or (found.reads_logit and self.confidence_head is None):
+            return None if self.confidence_head is None else Calibration.identity(slots)
+        if found.num_draft_tokens != slots:
+            profile.check_positions(slots)
+        return found
 
     # The computation
 

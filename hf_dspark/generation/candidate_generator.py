@@ -7,7 +7,9 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
+from ..heads import top_2_margin
 from ..modeling_dspark import DSparkModel
+from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 from .draft_context import DraftContext
@@ -27,18 +29,20 @@ def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
         do_sample: whether the request samples.
 
     Raises:
-        ValueError: a confidence threshold for a drafter without confidence head, or a length that it cannot draft.
+        ValueError: a confidence threshold for a drafter without confidences, a length that it cannot draft, or a
+            calibration for another length.
     """
     config, most = drafter.generation_config, drafter.config.num_draft_tokens
     length = most if config.num_assistant_tokens is None else config.num_assistant_tokens
     if not 0 <= length <= most:
         raise ValueError(f"`num_assistant_tokens` is {length}, this drafter drafts 0 to {most} tokens.")
     threshold = config.assistant_confidence_threshold
+    calibration = drafter.calibration(do_sample)
     if threshold:
-        if drafter.confidence_head is None:
+        if calibration is None:
             raise ValueError(
-                "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
-                "`num_assistant_tokens` instead."
+                "`assistant_confidence_threshold` needs a drafter with a confidence head, or one that `hf-dspark "
+                "calibrate` gave confidences; unset it, or limit `num_assistant_tokens` instead."
             )
         return ConfidenceThreshold(threshold, length)
     if config.num_assistant_tokens is None and drafter.round_costs is not None:
@@ -86,6 +90,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
         self._details: Details | None = None
+        self._logits: list[float] = []
+        self._margins: list[float] = []
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,7 +104,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         self.clock.lap("rest")
         start = input_ids.shape[1]
-        self._draft, self._confidences = input_ids[:, :0], []
+        self._draft, self._confidences, self._logits, self._margins = input_ids[:, :0], [], [], []
         self._details = Details(start - 1) if self.drafter.alternatives else None
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
@@ -116,14 +122,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
+        calibration = self._calibration()
         for k, h in enumerate(slots[:limit]):
-            embedding = None if head is None else self._embedding(input_ids)
-            if not self.scheduler.admits(k, self._confidence(h, embedding)):
+            embedding, logits = None if head is None else self._embedding(input_ids), None
+            if calibration is not None and calibration.reads_margin:
+                logits, state = self._slot_logits(base_logits[:, k], h, embedding, state)
+            if not self.scheduler.admits(k, self._confidence(calibration, k, h, embedding, logits)):
                 break
-            logits = base_logits[:, k]
-            if head is not None:
-                feature, state = head.step(embedding, h, state)
-                logits = head.logits(logits, feature)
+            if logits is None:
+                logits, state = self._slot_logits(base_logits[:, k], h, embedding, state)
             token, score = self._choose(input_ids, logits)
             if token is None:
                 break
@@ -142,14 +149,48 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """e of the last token, (1, rank)."""
         return self.drafter.sequential_head.embed(input_ids[:, -1].to(self.device))
 
-    def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
-        """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""
-        if self.drafter.confidence_head is None:
+    def _slot_logits(
+        self,
+        base_logits: torch.Tensor,
+        hidden: torch.Tensor,
+        embedding: torch.Tensor | None,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits (1, V_d) that a slot's token is drawn from, and the sequential head's next state."""
+        head = self.drafter.sequential_head
+        if head is None:
+            return base_logits, state
+        feature, state = head.step(embedding, hidden, state)
+        return head.logits(base_logits, feature), state
+
+    def _calibration(self) -> Calibration | None:
+        """How confidences are worked out, if somebody reads them: on an accelerator each costs a wait."""
+        is_read = self.scheduler.reads_confidence or self.drafter.rounds is not None
+        return self.drafter.calibration(self.do_sample) if is_read else None
+
+    def _confidence(
+        self,
+        calibration: Calibration | None,
+        slot: int,
+        hidden: torch.Tensor,
+        embedding: torch.Tensor | None,
+        logits: torch.Tensor | None,
+    ) -> float | None:
+        """c_k, before x_k is drawn; `logits` are those of the slot, if the calibration reads their margin."""
+        if calibration is None:
             return None
-        if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
-            return None
-        confidence = self.drafter.confidence_head(hidden, embedding).sigmoid().item()
+        is_traced = self.drafter.rounds is not None and calibration.method != "head"
+        head = self.drafter.confidence_head
+        known = {}
+        if calibration.reads_logit or (is_traced and head is not None):
+            known["logit"] = head(hidden, embedding)
+        if calibration.reads_margin:
+            known["margin"] = top_2_margin(logits)
+        confidence = calibration(slot, **known).sigmoid().item()
         self._confidences.append(confidence)
+        if is_traced:
+            for name, values in (("logit", self._logits), ("margin", self._margins)):
+                values += known[name].tolist() if name in known else []
         return confidence
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -183,13 +224,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if self.drafter.rounds is not None:
                 draft = self._draft[0].tolist()
                 ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
-                confidences = self._confidences[: len(draft)]
+                predicted, logit, margin = (
+                    several[: len(draft)] for several in (self._confidences, self._logits, self._margins)
+                )
                 if self._details is not None:
                     count = self.drafter.alternatives
                     self._details.add_verdict(
                         input_ids, self._draft, num_matches, logits, self.logits_processor, count
                     )
                 self.drafter.rounds.append(
-                    Round(draft, confidences, num_matches, ended, self.clock.seconds, self._details)
+                    Round(draft, predicted, num_matches, ended, self.clock.seconds, logit, margin, self._details)
                 )
         self.clock.restart()

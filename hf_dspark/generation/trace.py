@@ -103,11 +103,13 @@ class Round:
     Args:
         draft: the token ids sent to verification.
         confidence: the predicted probability of each to be accepted given that those before it were; empty without a
-            confidence head.
+            confidence head or a calibration that does without.
         accepted: how many were accepted and followed by one more token.
         ended: whether the text ended with an accepted draft token, which `accepted` does not count; nothing was said
             of the drafts behind it.
         seconds: where the time went.
+        logit: what the confidence head said of each, where a calibration turns that into the confidence; else empty.
+        margin: by how much the likeliest token's logit exceeds the second's, where the calibration reads it.
         details: more of it, in a trace with alternatives.
     """
 
@@ -116,6 +118,8 @@ class Round:
     accepted: int = 0
     ended: bool = False
     seconds: Seconds = field(default_factory=Seconds)
+    logit: list[float] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
     details: Details | None = None
 
 
