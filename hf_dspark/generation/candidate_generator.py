@@ -10,8 +10,9 @@ from transformers.generation import CandidateGenerator
 from ..modeling_dspark import DSparkModel
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
+from .draft_block import DraftBlock, over_vocabulary
 from .draft_context import DraftContext
-from .trace import Clock, Round
+from .trace import Clock, round_of
 
 
 def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
@@ -76,7 +77,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.device = drafter.device
-        self.draft_token_ids = drafter.draft_token_ids
         self.context = context
         self.scheduler = scheduler
         self.logits_processor = logits_processor
@@ -101,28 +101,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
-        drafter, head = self.drafter, self.drafter.markov_head
-        hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
-        slots, state = hidden.unbind(1), None
-        if head is not None:
-            state = head.initial_state(slots[0])
-        if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
-            if head is not None:
-                _, state = head.step(self._embedding(input_ids), slots[0], state)
-            slots = slots[1:]
-        base_logits = drafter.base_logits(torch.stack(slots, dim=1))
+        anchor = input_ids[:, -1].to(self.device)
+        block = DraftBlock(self.drafter, self.context.block_hidden(anchor[:, None]), anchor)
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
-        for k, h in enumerate(slots[:limit]):
-            embedding = None if head is None else self._embedding(input_ids)
-            if not self.scheduler.admits(k, self._confidence(h, embedding)):
+        for k in range(limit):
+            block.advance(input_ids[:, -1].to(self.device))
+            if not self.scheduler.admits(k, self._confidence(block)):
                 break
-            logits = base_logits[:, k]
-            if head is not None:
-                feature, state = head.step(embedding, h, state)
-                logits = head.logits(logits, feature)
-            token, score = self._choose(input_ids, logits)
+            token, score = self._choose(input_ids, block.logits())
             if token is None:
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
@@ -133,27 +121,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
-    def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """e of the last token, (1, rank)."""
-        return self.drafter.markov_head.embed(input_ids[:, -1].to(self.device))
-
-    def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
+    def _confidence(self, block: DraftBlock) -> float | None:
         """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""
         if self.drafter.confidence_head is None:
             return None
         if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
             return None
-        confidence = self.drafter.confidence_head(hidden, embedding).sigmoid().item()
+        confidence = block.confidence().item()
         self._confidences.append(confidence)
         return confidence
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
-        logits = logits.to(input_ids.device, torch.float32)
-        if self.draft_token_ids is not None:
-            logits = logits.new_full((1, self.drafter.config.vocab_size), -torch.inf).index_copy_(
-                1, self.draft_token_ids.to(logits.device), logits
-            )
+        logits = over_vocabulary(self.drafter, logits.to(input_ids.device, torch.float32))
         scores = self.logits_processor(input_ids, logits)
         if not torch.isfinite(scores.max()):
             return None, scores
@@ -167,8 +147,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.clock.lap("rest")
             self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
             if self.drafter.rounds is not None:
-                draft = self._draft[0].tolist()
-                ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
-                confidences = self._confidences[: len(draft)]
-                self.drafter.rounds.append(Round(draft, confidences, num_matches, ended, self.clock.seconds))
+                draft, last = self._draft[0].tolist(), input_ids[0, -1].item()
+                self.drafter.rounds.append(
+                    round_of(draft, self._confidences, num_matches, last, self.clock.seconds)
+                )
         self.clock.restart()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..backbone.context_cache import ContextCache
 from ..modeling_dspark import DSparkModel, DSparkOutput
+from .ragged_cache import RaggedCache
 
 
 class DraftContext:
@@ -74,3 +77,53 @@ class DraftContext:
             return None
         context.crop(length)
         return context
+
+
+class RaggedContext:
+    """The drafter's contexts for R sequences, each as long as it is."""
+
+    def __init__(self, drafter: DSparkModel, rows: int):
+        self._drafter = drafter
+        self.device, self.dtype = drafter.device, drafter.dtype
+        self._cache = RaggedCache(rows)
+        self._pending: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+
+    def extend(self, row: int, features: torch.Tensor) -> None:
+        """Add the features (rows, K * target_hidden_size) of the positions of one sequence committed since."""
+        self._pending[row].append(features)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences only, in this order."""
+        self._cache.select(rows)
+        self._pending = [self._pending[row] for row in rows]
+
+    def block_hidden(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Final hidden states (R, B, hidden_size) of the blocks at `anchors` (R, 1)."""
+        drafter, device = self._drafter, anchors.device
+        pending = [torch.cat(features) for features in self._pending]
+        counts = [len(features) for features in pending]
+        held, new = torch.tensor([self._cache.lengths, counts], device=device)[:, :, None]
+        # Every row's new context, its block behind it, and the padding of the context at the end.
+        size, width = drafter.config.block_size, max(counts)
+        context = torch.arange(width, device=device)
+        columns = held + torch.cat([context + size * (context >= new), new + torch.arange(size, device=device)], dim=1)
+        ends = held + new + size
+        end = max(self._cache.lengths) + width + size
+        rows = torch.arange(len(counts), device=device).repeat_interleave(width + size)
+        self._cache.begin(counts, rows, columns.flatten(), end)
+        output: DSparkOutput = drafter(
+            drafter.block_ids(anchors),
+            pad_sequence(pending, batch_first=True),
+            position_ids=columns,
+            attention_mask=block_mask(ends, end, size, drafter.dtype),
+            cache=self._cache,
+        )
+        self._pending = [[features[:0]] for features in pending]
+        return output.last_hidden_state
+
+
+def block_mask(ends: torch.Tensor, columns: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask (R, 1, size, columns) of blocks that see each row's columns before its end, of `ends` (R, 1)."""
+    hidden = torch.arange(columns, device=ends.device) >= ends
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=ends.device).masked_fill(hidden, torch.finfo(dtype).min)
+    return mask[:, None, None].expand(-1, -1, size, -1)

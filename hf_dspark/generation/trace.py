@@ -34,6 +34,10 @@ class Seconds:
     def total(self) -> float:
         return self.draft + self.head + self.verify + self.rest
 
+    def share(self, rows: int) -> Seconds:
+        """What of this one of so many rows takes."""
+        return Seconds(self.draft / rows, self.head / rows, self.verify / rows, self.rest / rows)
+
 
 @dataclass
 class Round:
@@ -47,7 +51,8 @@ class Round:
         accepted: how many were accepted and followed by one more token.
         ended: whether the text ended with an accepted draft token, which `accepted` does not count; nothing was said
             of the drafts behind it.
-        seconds: where the time went.
+        seconds: where the time went; in a batch, this row's share.
+        row: whose it is in a batch.
     """
 
     draft: list[int]
@@ -55,6 +60,7 @@ class Round:
     accepted: int = 0
     ended: bool = False
     seconds: Seconds = field(default_factory=Seconds)
+    row: int = 0
 
 
 class Clock:
@@ -89,6 +95,14 @@ class Clock:
         now = time.perf_counter()
         setattr(self.seconds, part, getattr(self.seconds, part) + now - self._last)
         self._last = now
+
+
+def round_of(
+    draft: list[int], confidence: list[float], accepted: int, last: int, seconds: Seconds, row: int = 0
+) -> Round:
+    """The round that ended with the token `last` after so many accepted ones; that token may be a draft itself."""
+    ended = accepted < len(draft) and draft[accepted] == last
+    return Round(draft, confidence[: len(draft)], accepted, ended, seconds, row)
 
 
 @contextmanager

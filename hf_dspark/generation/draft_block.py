@@ -1,0 +1,67 @@
+"""The slots of a draft block, left to right: what the heads say of each, once the token before it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..modeling_dspark import DSparkModel
+
+
+class DraftBlock:
+    """
+    One block for each of R rows. [`advance`] goes to the next slot; what is asked then is about this one.
+
+    Args:
+        drafter: the drafter, bound to the target.
+        hidden: its final hidden states of the blocks, (R, B, hidden_size).
+        anchors: the blocks' first tokens, (R,).
+    """
+
+    def __init__(self, drafter: DSparkModel, hidden: torch.Tensor, anchors: torch.Tensor):
+        self.drafter, self._head = drafter, drafter.markov_head
+        self._state = self._embedding = None
+        if self._head is not None:
+            self._state = self._head.initial_state(hidden[:, 0])
+            if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
+                _, self._state = self._head.step(self._head.embed(anchors), hidden[:, 0], self._state)
+        self._hidden = hidden[:, -drafter.config.num_draft_tokens :]
+        self._base_logits = drafter.base_logits(self._hidden)
+        self._slot = -1
+
+    def advance(self, previous: torch.Tensor) -> None:
+        """Go to the next slot, behind the tokens `previous` (R,)."""
+        self._slot += 1
+        if self._head is not None:
+            self._embedding = self._head.embed(previous)
+
+    def confidence(self) -> torch.Tensor:
+        """c_k of the slot, (R,). It knows no token of this slot."""
+        return self.drafter.confidence_head(self._hidden[:, self._slot], self._embedding).sigmoid()
+
+    def logits(self) -> torch.Tensor:
+        """The logits (R, V_d) of the slot; asked once."""
+        logits = self._base_logits[:, self._slot]
+        if self._head is not None:
+            feature, self._state = self._head.step(self._embedding, self._hidden[:, self._slot], self._state)
+            logits = self._head.logits(logits, feature)
+        return logits
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these of the rows only."""
+        index = torch.tensor(rows, device=self._hidden.device)
+        self._hidden, self._base_logits = self._hidden[index], self._base_logits[index]
+        if self._state is not None:
+            self._state = self._state[index]
+        if self._embedding is not None:
+            self._embedding = self._embedding[index]
+
+
+def over_vocabulary(drafter: DSparkModel, logits: torch.Tensor) -> torch.Tensor:
+    """Logits (R, V_d) of draft token ids as logits (R, V) of the target's; -inf where the drafter has no token."""
+    if (ids := drafter.draft_token_ids) is None:
+        return logits
+    return logits.new_full((len(logits), drafter.config.vocab_size), -torch.inf).index_copy_(
+        1, ids.to(logits.device), logits
+    )
