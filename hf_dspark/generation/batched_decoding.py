@@ -28,7 +28,6 @@ from .ragged_cache import Flattened, RaggedCache
 from .trace import Clock
 from .verification import verify
 
-
 BATCHED = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds"}
 
 
@@ -117,7 +116,7 @@ def batched_decoding(
 
             # Rows that have ended leave; without an end-of-sequence token, texts go on until all have ended.
             last = max(row.end or most for row in rows)
-            staying = [i for i, row in enumerate(batch) if row.end is None or not pads and row.length < last]
+            staying = [i for i, row in enumerate(batch) if row.end is None or (not pads and row.length < last)]
             if not staying:
                 break
             if len(staying) < len(batch):
@@ -169,7 +168,9 @@ def check_batch(
             f"`cache_implementation` unset and pass no {type(cache).__name__}."
         )
     if cache.get_seq_length():
-        raise ValueError(f"A batch cannot continue from a cache. {one}, or pass the whole `input_ids` without a cache.")
+        raise ValueError(
+            f"A batch cannot continue from a cache. {one}, or pass the whole `input_ids` without a cache."
+        )
     if generation_config.return_dict_in_generate:
         for output in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, output):

@@ -148,7 +148,5 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
             if self.drafter.rounds is not None:
                 draft, last = self._draft[0].tolist(), input_ids[0, -1].item()
-                self.drafter.rounds.append(
-                    round_of(draft, self._confidences, num_matches, last, self.clock.seconds)
-                )
+                self.drafter.rounds.append(round_of(draft, self._confidences, num_matches, last, self.clock.seconds))
         self.clock.restart()

@@ -21,7 +21,8 @@ class DraftBlock:
 
     def __init__(self, drafter: DSparkModel, hidden: torch.Tensor, anchors: torch.Tensor):
         self.drafter, self._head = drafter, drafter.markov_head
-        self._state = self._embedding = None
+        self._state: torch.Tensor | None = None
+        self._embedding: torch.Tensor | None = None
         if self._head is not None:
             self._state = self._head.initial_state(hidden[:, 0])
             if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it

@@ -119,9 +119,9 @@ def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:
         return AttentionMaskInterface()[implementation](*args, **kwargs)
     device, window = kwargs["device"], kwargs.get("local_size")
     is_sdpa = _padded(implementation) == "sdpa"
-    if is_sdpa and kwargs.get("allow_is_causal_skip") and tokens.even and not any(tokens.lengths):
-        if window is None or tokens.width <= window:
-            return None  # plainly causal, which needs no mask
+    causal = kwargs.get("allow_is_causal_skip") and (window is None or tokens.width <= window)
+    if is_sdpa and causal and tokens.even and not any(tokens.lengths):
+        return None  # plainly causal, which needs no mask
     held = torch.tensor(tokens.lengths, device=device)[:, None, None, None]
     queries = held + torch.arange(tokens.width, device=device)[:, None]
     columns = torch.arange(tokens.longest, device=device)

@@ -54,7 +54,7 @@ class Flattened:
         return (torch.tensor(self.counts).cumsum(0) - 1).to(self.rows.device)
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
-        """States (1, heads, N, head_dim) of the tokens by row, (R, heads, width, head_dim); zero where there is none."""
+        """States (1, heads, N, head_dim) by row, (R, heads, width, head_dim); zero where a row has none."""
         if self.even:
             return states[0].unflatten(1, (len(self.counts), self.width)).transpose(0, 1)
         padded = states.new_zeros(len(self.counts), states.shape[1], self.width, states.shape[3])
@@ -84,7 +84,7 @@ class RaggedCache:
 
     def __init__(self, rows: int):
         self.lengths = [0] * rows
-        self._buffers: dict[int, list[torch.Tensor]] = {}  # by layer, keys and values (R, kv heads, capacity, head_dim)
+        self._buffers: dict[int, list[torch.Tensor]] = {}  # by layer: keys, values
         self._rows = self._columns = torch.empty(0, dtype=torch.long)
         self._counts: list[int] = []
         self._end = 0

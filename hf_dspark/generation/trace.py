@@ -98,7 +98,7 @@ class Clock:
 
 
 def round_of(
-    draft: list[int], confidence: list[float], accepted: int, last: int, seconds: Seconds, row: int = 0
+    draft: list[int], confidence: list[float], accepted: int, last: float, seconds: Seconds, row: int = 0
 ) -> Round:
     """The round that ended with the token `last` after so many accepted ones; that token may be a draft itself."""
     ended = accepted < len(draft) and draft[accepted] == last

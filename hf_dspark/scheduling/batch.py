@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import ClassVar
 
 import numpy as np
 
@@ -96,7 +95,7 @@ class HardwareAwareBatch(BatchScheduler):
         ValueError: the costs do not reach as far as `length`, or are no times.
     """
 
-    reads_confidence: ClassVar[bool] = True
+    reads_confidence = True
 
     def __init__(self, costs: Callable[[int], RoundCosts], length: int, do_sample: bool):
         check(costs(1), length)
@@ -146,7 +145,8 @@ class HardwareAwareBatch(BatchScheduler):
         self._survivals[index, slot] = here
         if not self.do_sample:
             return [True] * len(index)
-        expected = here[:, None] * np.hstack([np.ones((len(index), 1)), self._outlook.after_each(slot, values)]).cumprod(1)
+        later = self._outlook.after_each(slot, values)
+        expected = np.hstack([here[:, None], later]).cumprod(1)
         expected[self._beyond[index, slot:]] = -1.0
         admitted = allot(expected, self._cautious[self._admitted :], self._rate) > 0
         self._admitted += int(admitted.sum())

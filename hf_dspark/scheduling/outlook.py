@@ -45,7 +45,7 @@ class Outlook:
         return self._reached[slot].value
 
     def learn(self, slot: int, value: Value, before: Value | None = None) -> None:
-        """Take in the `value` of a slot, with that of the slot `before` in the same round; several rows count as one."""
+        """Take in the `value` of a slot, with that of the slot `before` in that round; several rows are one entry."""
         if before is not None:
             passed = self._passed[slot - 1]
             deviation = before - passed.value
