@@ -114,13 +114,6 @@ def test_across_the_sliding_window(family):
         check(target, batch(window - 1, window, window + 1, 3 * window, 2), accuracy, max_new_tokens=30)
 
 
-def test_a_chunked_window():
-    target = tiny_target(
-        "llama4_text", attention_chunk_size=6, moe_layers=[], interleave_moe_layer_step=9, intermediate_size_mlp=48
-    )
-    check(target, batch(5, 14, 9))
-
-
 def test_prompts_of_the_same_length_without_a_mask():
     target = tiny_target("llama")
     ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
@@ -463,7 +456,7 @@ def test_hardware_aware_greedy(confidence):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"streamer": True}, "one sequence"),
+        ({"streamer": True}, "batch"),
         ({"cache_implementation": "static"}, "`cache_implementation` unset"),
         ({CACHE: "filled"}, "cannot continue from a cache"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),

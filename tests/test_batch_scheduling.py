@@ -1,4 +1,4 @@
-"""Schedules of many rows: the best of all when greedy, causal when sampling, and less of each row as there are more."""
+"""Schedules of many rows: the best of all when greedy, causal when sampling, shorter as there are more."""
 
 from __future__ import annotations
 

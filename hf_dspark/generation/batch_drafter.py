@@ -101,8 +101,8 @@ class BatchDrafter:
         def go_on(stay: Sequence[bool]) -> None:
             nonlocal going, previous
             if not all(stay):
-                kept = [i for i, stays in enumerate(stay) if stays]
-                going, previous = [going[i] for i in kept], previous[kept]
+                kept = torch.tensor([i for i, stays in enumerate(stay) if stays], dtype=torch.long, device=device)
+                going, previous = [going[i] for i in kept.tolist()], previous[kept]
                 block.select(kept)
 
         for slot in range(max(limits)):

@@ -10,8 +10,6 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import (
     BaseStreamer,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
     GenerateDecoderOnlyOutput,
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -29,6 +27,7 @@ from .trace import Clock
 from .verification import verify
 
 BATCHED = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds"}
+ROW_BY_ROW = ("encoder_input_ids", "generated_ngrams", "prompt_ignore_length")  # what processors keep of each prompt
 
 
 @dataclass
@@ -260,12 +259,12 @@ def _processor_of_row(processor: LogitsProcessor, index: int, rows: int) -> Logi
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
-    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        processor, prompts = copy.copy(processor), processor.encoder_input_ids
-        place = index * len(prompts) // rows
-        processor.encoder_input_ids = prompts[place : place + 1]
-    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        processor, ngrams = copy.copy(processor), processor.generated_ngrams
-        place = index * len(ngrams) // rows
-        processor.generated_ngrams, processor.batch_size = ngrams[place : place + 1], 1
+    own = {name: value for name in ROW_BY_ROW if hasattr(value := getattr(processor, name, None), "__len__")}
+    if own:
+        processor = copy.copy(processor)
+        for name, values in own.items():
+            place = index * len(values) // rows
+            setattr(processor, name, values[place : place + 1])
+        if hasattr(processor, "batch_size"):
+            processor.batch_size = 1
     return processor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..modeling_dspark import DSparkModel
@@ -49,14 +47,13 @@ class DraftBlock:
             logits = self._head.logits(logits, feature)
         return logits
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these of the rows only."""
-        index = torch.tensor(rows, device=self._hidden.device)
-        self._hidden, self._base_logits = self._hidden[index], self._base_logits[index]
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these of the rows only, by their numbers (R',)."""
+        self._hidden, self._base_logits = self._hidden[rows], self._base_logits[rows]
         if self._state is not None:
-            self._state = self._state[index]
+            self._state = self._state[rows]
         if self._embedding is not None:
-            self._embedding = self._embedding[index]
+            self._embedding = self._embedding[rows]
 
 
 def over_vocabulary(drafter: DSparkModel, logits: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def can_run_ragged(target: PreTrainedModel) -> bool:
     kinds = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
     return (
         bool(target._supports_attention_backend)
-        and set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and set(kinds) <= {"full_attention", "sliding_attention"}
         and hasattr(sys.modules[type(target.get_decoder()).__module__], "eager_attention_forward")
     )
 
