@@ -29,6 +29,7 @@ from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Ti
 from ..taps import TargetTaps
 from .draft_block import DraftBlock
 from .draft_context import DraftContext
+from .ragged_attention import own_attention
 from .trace import Clock, Round, trace
 
 logger = logging.get_logger(__name__)
@@ -111,7 +112,7 @@ def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) 
     settings = drafter.generation_config
     if settings.num_assistant_tokens is not None or settings.assistant_confidence_threshold:
         return
-    state = (target.device, target.dtype, drafter.dtype, target.config._attn_implementation, torch.get_num_threads())
+    state = (target.device, target.dtype, drafter.dtype, own_attention(target.config), torch.get_num_threads())
     known = _known.get(drafter)
     if known is None and drafter.round_costs is not None:
         return
@@ -205,7 +206,7 @@ def identity_of(target: PreTrainedModel, drafter: DSparkModel) -> Identity:
         torch=torch.__version__,
         threads=torch.get_num_threads() if any(device.type == "cpu" for device in devices) else None,
         dtype=" with ".join(dict.fromkeys(dtypes)),
-        attention=target.config._attn_implementation,
+        attention=own_attention(target.config),
         target=_hash(target.config),
         drafter=_hash(drafter.config),
     )

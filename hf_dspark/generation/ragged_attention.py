@@ -31,6 +31,11 @@ def can_run_ragged(target: PreTrainedModel) -> bool:
     )
 
 
+def own_attention(config: PreTrainedConfig) -> str:
+    """The attention implementation that a model has when nobody has it replaced."""
+    return (config._attn_implementation or "eager").removeprefix(_PREFIX)
+
+
 @contextmanager
 def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
     """
@@ -44,7 +49,7 @@ def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
         for key, config in configs.items():
             _users[key] = _users.get(key, 0) + 1
             if _users[key] == 1:
-                config._attn_implementation_internal = _register(config._attn_implementation)
+                config._attn_implementation_internal = _register(own_attention(config))
     try:
         yield
     finally:
@@ -53,7 +58,7 @@ def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
                 _users[key] -= 1
                 if not _users[key]:
                     del _users[key]
-                    config._attn_implementation_internal = config._attn_implementation.removeprefix(_PREFIX)
+                    config._attn_implementation_internal = own_attention(config)
 
 
 def _has_config(module: nn.Module) -> bool:
@@ -70,8 +75,7 @@ def flattened(tokens: Flattened) -> Iterator[None]:
         _running.tokens = None
 
 
-def _register(implementation: str | None) -> str:
-    implementation = implementation or "eager"
+def _register(implementation: str) -> str:
     name = _PREFIX + implementation
     AttentionInterface.register(name, partial(_attention, implementation))
     AttentionMaskInterface.register(name, partial(_mask, implementation))

@@ -3,9 +3,9 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
 
     python tests/benchmarks/batch.py TARGET DRAFTER [--requests 1,2,4,8,16,32] [--tokens 64] [--output FOLDER]
 
-Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all requests
-against those of each) and `load.png` (tokens verified a request and round against R). For every R, the ways of decoding
-run right after one another, in an order that changes; times are medians.
+Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all
+requests against those of each) and `load.png` (tokens verified a request and round against R). For every R, the ways
+of decoding run right after one another, in an order that changes; times are medians.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def table(results: list[Result]) -> str:
     for one in results:
         lines.append(
             f"| {one.requests} | {one.variant} | {one.tokens_per_second:.1f} | {one.each:.1f} | "
-            f"{one.tokens_per_second / plain[one.requests]:.2f} | {one.verified:.2f} | {'yes' if one.equal else 'no'} |"
+            f"{one.tokens_per_second / plain[one.requests]:.2f} | {one.verified:.2f} | "
+            f"{'yes' if one.equal else 'no'} |"
         )
     return "\n".join(lines) + "\n"
 
