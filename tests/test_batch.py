@@ -150,7 +150,7 @@ def test_rows_end_where_their_text_ends():
     target = tiny_target("llama")
     inputs = batch(6, 11, 3)
     free = target.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=PAD)[:, 11:]
-    for row, place in itertools.product(range(3), (0, 3, 7, 12)):
+    for row, place in ((0, 0), (0, 7), (1, 3), (2, 5), (2, 12)):
         eos = free[row, place].item()
         check(target, inputs, accuracy=0.9, eos_token_id=eos)
         check(target, inputs, accuracy=0.9, eos_token_id=[eos, free[row - 1, 5].item()])
@@ -321,7 +321,7 @@ def test_memory_grows_with_tokens_not_with_rounds():
 # Sampling
 
 
-def transition_pvalues(target, drafter, rows=4, tokens=700, temperature=1.0, **arguments) -> list[float]:
+def transition_pvalues(target, drafter, rows=3, tokens=450, temperature=1.0, **arguments) -> list[float]:
     """By row, the chi-square of its transitions against the target's exact conditional distributions."""
     vocabulary = target.config.vocab_size
     with torch.no_grad():

@@ -27,11 +27,12 @@ class DraftBlock:
                 _, self._state = self._head.step(self._head.embed(anchors), hidden[:, 0], self._state)
         self._hidden = hidden[:, -drafter.config.num_draft_tokens :]
         self._base_logits = drafter.base_logits(self._hidden)
+        self._logits: torch.Tensor | None = None
         self._slot = -1
 
     def advance(self, previous: torch.Tensor) -> None:
         """Go to the next slot, behind the tokens `previous` (R,)."""
-        self._slot += 1
+        self._slot, self._logits = self._slot + 1, None
         if self._head is not None:
             self._embedding = self._head.embed(previous)
 
@@ -40,20 +41,20 @@ class DraftBlock:
         return self.drafter.confidence_head(self._hidden[:, self._slot], self._embedding).sigmoid()
 
     def logits(self) -> torch.Tensor:
-        """The logits (R, V_d) of the slot; asked once."""
-        logits = self._base_logits[:, self._slot]
-        if self._head is not None:
-            feature, self._state = self._head.step(self._embedding, self._hidden[:, self._slot], self._state)
-            logits = self._head.logits(logits, feature)
-        return logits
+        """The logits (R, V_d) of the slot."""
+        if self._logits is None:
+            self._logits = self._base_logits[:, self._slot]
+            if self._head is not None:
+                feature, self._state = self._head.step(self._embedding, self._hidden[:, self._slot], self._state)
+                self._logits = self._head.logits(self._logits, feature)
+        return self._logits
 
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these of the rows only, by their numbers (R',)."""
         self._hidden, self._base_logits = self._hidden[rows], self._base_logits[rows]
-        if self._state is not None:
-            self._state = self._state[rows]
-        if self._embedding is not None:
-            self._embedding = self._embedding[rows]
+        for name in ("_state", "_embedding", "_logits"):
+            if (of_rows := getattr(self, name)) is not None:
+                setattr(self, name, of_rows[rows])
 
 
 def over_vocabulary(drafter: DSparkModel, logits: torch.Tensor) -> torch.Tensor:
