@@ -120,7 +120,8 @@ def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:
     """
     tokens = getattr(_running, "tokens", None)
     if tokens is None:
-        return AttentionMaskInterface()[implementation](*args, **kwargs)
+        make = AttentionMaskInterface().get(implementation)
+        return None if make is None else make(*args, **kwargs)
     device, window = kwargs["device"], kwargs.get("local_size")
     is_sdpa = _padded(implementation) == "sdpa"
     causal = kwargs.get("allow_is_causal_skip") and (window is None or tokens.width <= window)
