@@ -139,6 +139,10 @@ def train(
     rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the drafter can propose.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="A token that never occurs in text.")] = None,
+    cache: Annotated[
+        bool,
+        typer.Option(help="Keep what the target says on disk, so that it runs in the first epoch only (see README)."),
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Train a drafter, on text that the target writes itself or on given rows. Run again, it goes on where it was."""
@@ -156,6 +160,7 @@ def train(
         anchors=anchors,
         learning_rate=learning_rate,
         mask_token_id=mask_token_id,
+        cache=cache,
         seed=seed,
         num_hidden_layers=layers,
         block_size=block_size,
@@ -232,6 +237,114 @@ def evaluate(
     rich.print(summary(report))
 
 
+def profile_file(drafter: str, output: Path | None) -> tuple:
+    """Where a drafter's hardware profile goes, and the one that is there already or `None`."""
+    from .scheduling.profile import HardwareProfile
+
+    output = output or Path(drafter if Path(drafter).is_dir() else ".")
+    try:
+        return output, HardwareProfile.load(output)
+    except FileNotFoundError:
+        return output, None
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
+
+
+@app.command()
+def view(
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What the target is asked.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Show this trace file instead of generating.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Side by side with: `head-off`, `full-blocks`, or another drafter.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the trace there.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 is greedy.")] = 0.0,
+    alternatives: Annotated[int, typer.Option(min=1, help="Likely tokens to keep of every slot.")] = 5,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    seed: int = 0,
+) -> None:
+    """Show what a drafter does, round by round: in the terminal, and as a page; one recording or two side by side."""
+    from .demo import DRAFTER, REPOSITORY
+    from .evaluation.variants import as_configured, full_blocks, head_off
+    from .generation.candidate_generator import scheduler_of
+    from .modeling_dspark import DSparkModel
+    from .viewer import terminal
+    from .viewer.recording import load, record, save
+
+    if html is not None:
+        try:
+            from .viewer.page import write_page
+        except ImportError as error:
+            raise typer.BadParameter(f"A page needs {error.name}: pip install 'hf-dspark[report]'.") from error
+    if trace is not None:
+        if (target, drafter, prompt, against, json_file) != (None,) * 5:
+            raise typer.BadParameter("It is shown as it is; only --html goes with it.", param_hint="--trace")
+        try:
+            recordings = load(trace)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="--trace") from error
+    else:
+        if target is None or not prompt:
+            raise typer.BadParameter("Give --target and --prompt, or --trace with a trace file.")
+        ways = {"head-off": (head_off, "sequential head off"), "full-blocks": (full_blocks, "full blocks")}
+        model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, named_dtype(dtype))
+        name = name_of(drafter or DRAFTER)
+        runs = [(draft_model, name, as_configured, "as configured" if against in ways else "")]
+        try:
+            if against == "head-off" and draft_model.markov_head is None:
+                raise ValueError("The drafter has no sequential head that could be off.")
+            if against in ways:
+                runs.append((draft_model, name, *ways[against]))
+            elif against is not None:
+                other = DSparkModel.from_pretrained(against, dtype=draft_model.dtype).eval().to(model.device)
+                runs.append((other, name_of(against), as_configured, ""))
+            for running, *_ in runs:
+                running.check_target(model)
+                if num_assistant_tokens is not None:
+                    running.generation_config.num_assistant_tokens = num_assistant_tokens
+                if confidence_threshold is not None:
+                    running.generation_config.assistant_confidence_threshold = confidence_threshold
+                scheduler_of(running)
+            recordings = [
+                record(
+                    model,
+                    tokenizer,
+                    running,
+                    prompt,
+                    way,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    alternatives=alternatives,
+                    seed=seed,
+                    target_name=REPOSITORY if target == "smollm2" else name_of(target),
+                    drafter_name=name,
+                    method=method,
+                )
+                for running, name, way, method in runs
+            ]
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
+    if json_file is not None:
+        save(recordings, json_file)
+    if html is not None:
+        write_page(recordings, html)
+    rich.print(terminal.show(recordings))
+
+
 @app.command()
 def profile(
     target: Target,
@@ -258,13 +371,7 @@ def profile(
             raise typer.BadParameter(f"A plot needs {error.name}: pip install 'hf-dspark[report]'.") from error
     dtype_of_both = named_dtype(dtype)
     drafter = drafter or str(DRAFTER)
-    output = output or Path(drafter if Path(drafter).is_dir() else ".")
-    try:
-        known = HardwareProfile.load(output)
-    except FileNotFoundError:
-        known = None
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
+    output, known = profile_file(drafter, output)
     model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
         with rich.get_console().status("Measuring, a minute or two ..."):
@@ -278,6 +385,71 @@ def profile(
         typer.echo(f"Error: no profile. Reason: {error}", err=True)
         raise typer.Exit(1) from error
     rich.print(summary(entry))
+    typer.echo(written)
+
+
+@app.command()
+def calibrate(
+    target: Target,
+    prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 256,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found there.")] = None,
+    temperatures: Annotated[
+        Path | None,
+        typer.Option(help="Folder for greedy.json and sample.json, which SGLang and TensorRT-LLM read."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: int = 0,
+) -> None:
+    """Calibrate a drafter's confidences on prompts, into the hardware profile that travels with it."""
+    from .demo import DRAFTER, REPOSITORY
+    from .evaluation import calibrator
+    from .evaluation.prompts import read_sets
+    from .scheduling.calibration import write_temperatures
+    from .scheduling.profile import HardwareProfile
+
+    try:
+        sets = read_sets(prompts, limit)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error
+    dtype_of_both = named_dtype(dtype)
+    drafter = drafter or str(DRAFTER)
+    output, known = profile_file(drafter, output)
+    model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
+    if temperatures is not None and draft_model.confidence_head is None:
+        raise typer.BadParameter("Temperatures are of a confidence head; this drafter has none.")
+    try:
+        report = calibrator.calibrate(
+            model,
+            tokenizer,
+            draft_model,
+            sets,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            target_name=REPOSITORY if target == "smollm2" else name_of(target),
+            drafter_name=name_of(drafter),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    kept = known or draft_model.hardware_profile or HardwareProfile()
+    report.put_into(kept)
+    written = kept.save(output)
+    if json_file is not None:
+        report.save(json_file)
+    for regime, choice in report.regimes.items() if temperatures is not None else ():
+        before, after = (choice.candidates[name].survival_ece for name in ("head", "temperature"))
+        write_temperatures(
+            temperatures / f"{regime}.json", choice.temperatures, ", ".join(sets), choice.rounds, before, after
+        )
+    rich.print(calibrator.summary(report))
     typer.echo(written)
 
 

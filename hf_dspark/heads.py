@@ -1,4 +1,4 @@
-"""The small heads on top of the backbone: sequential (Markov, gated Markov, RNN) and confidence."""
+"""Small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector) and confidence."""
 
 from __future__ import annotations
 
@@ -72,7 +72,49 @@ class RNNHead(MarkovHead):
         return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
 
+class CandidateSelector(nn.Module):
+    """
+    DFlash2's sequential head: `U_k[b] + S[b] · (P[x_{k-1}] ⊙ G h_k)` for the few most likely tokens b of the slot, no
+    others.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.top_k = config.selector_top_k
+        shape = config.vocab_size, config.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.randn(shape) * config.initializer_range)
+        self.successor_codebook = nn.Parameter(torch.randn(shape) * config.initializer_range)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        """P[x_{k-1}] of shape (..., rank) for the target ids (...) of the tokens before the slots."""
+        return self.predecessor_codebook[previous]
+
+    def initial_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """An empty one, (..., 0): the token before is all that it knows of the block."""
+        return hidden[..., :0]
+
+    def step(
+        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """f_k = P[x_{k-1}] ⊙ G h_k (..., rank), from P[x_{k-1}] and h_k; any leading dimensions."""
+        return embedding * self.hidden_projection(hidden), state
+
+    def logits(self, base_logits: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """The candidates' logits in (..., V), all others -inf, from base logits (..., V) and f_k (..., rank)."""
+        unary, candidates = base_logits.topk(self.top_k, dim=-1)
+        scores = unary + (self.successor_codebook[candidates] @ feature.unsqueeze(-1)).squeeze(-1)
+        return torch.full_like(base_logits, -torch.inf).scatter(-1, candidates, scores)
+
+
 SEQUENTIAL_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+
+
+def top_2_margin(logits: torch.Tensor) -> torch.Tensor:
+    """By how much the largest of logits (..., V) exceeds the second, (...) in float32."""
+    first, place = logits.max(-1, keepdim=True)
+    second = logits.scatter(-1, place, -torch.inf).amax(-1, keepdim=True)  # on a CPU far faster than `topk`
+    return (first.float() - second.float()).squeeze(-1)
 
 
 class ConfidenceHead(nn.Module):

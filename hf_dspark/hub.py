@@ -211,6 +211,8 @@ def _eval_results(results: Sequence[tuple[str, str, dict]]) -> list[EvalResult]:
 def _architecture(config: DSparkConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
     own = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in shapes]
     head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+    if config.selector_rank:
+        head = f"candidate selector, rank {config.selector_rank}, top {config.selector_top_k}"
     return {
         "parameters": f"{sum(math.prod(shape) for name, shape in shapes.items() if name != 'd2t'):,}",
         "draft layers": str(config.num_hidden_layers),
@@ -227,14 +229,26 @@ def _architecture(config: DSparkConfig, shapes: dict[str, tuple[int, ...]]) -> d
 def _obstacles(config: DSparkConfig) -> list[str]:
     """What keeps engines that read DeepSpec's layout from loading this drafter."""
     found = {
-        "it has no sequential head": not config.markov_rank,
+        f"its draft layers are {config.backbone}'s, that layout's are Qwen3's": config.backbone != "qwen3",
+        "that layout knows no candidate selector": bool(config.selector_rank),
+        "it has no sequential head": not (config.markov_rank or config.selector_rank),
         f"its sequential head is {config.markov_head_type}, vLLM knows the vanilla one": bool(config.markov_rank)
         and config.markov_head_type != "vanilla",
         "vLLM wants drafters with a pruned vocabulary to bring an output head": not config.has_lm_head
         and config.draft_vocab_size < config.vocab_size,
         "its blocks leave the first slot unused, which that layout has no field for": not config.sample_from_anchor,
+        "its attention or its logits have what that layout has no field for": _goes_beyond_deepspec(config),
     }
     return [obstacle for obstacle, is_there in found.items() if is_there]
+
+
+def _goes_beyond_deepspec(config: DSparkConfig) -> bool:
+    plain = DSparkConfig(num_hidden_layers=config.num_hidden_layers)
+    names = (
+        *("layer_types", "causal_in_block", "attention_sink_bias", "attention_value_scale", "rope_interleaved"),
+        *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    )
+    return any(getattr(config, name) != getattr(plain, name) for name in names)
 
 
 def _curve(points: list[dict] | None) -> list[list[str]]:

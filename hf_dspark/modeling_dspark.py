@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,16 +21,26 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
 from . import hub
+from .backbone.attention_mask import AttentionPattern, attention_masks, attention_patterns
 from .backbone.context_cache import ContextCache
+from .backbone.dflash2 import DFlash2DecoderLayer
+from .backbone.gemma4 import Gemma4DecoderLayer
 from .backbone.qwen3 import DSparkDecoderLayer
-from .checkpoints import read_config, tensor_shapes
+from .checkpoints import DROPPED, Checkpoint
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
-from .heads import SEQUENTIAL_HEADS, ConfidenceHead
+from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
+from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
 from .scheduling.profile import HardwareProfile
 
 logger = logging.get_logger(__name__)
+
+BACKBONES: dict[str, type[nn.Module]] = {
+    "qwen3": DSparkDecoderLayer,
+    "gemma4": Gemma4DecoderLayer,
+    "dflash2": DFlash2DecoderLayer,
+}
 
 
 @dataclass
@@ -50,7 +62,8 @@ class DSparkModel(PreTrainedModel):
     What it has of its own follows its checkpoint; embeddings and output head that are missing are borrowed from the
     target by [`~DSparkModel.bind`], which `generate()` calls.
 
-    `hardware_profile` says what rounds cost on the devices that were measured, `None` if it came without one.
+    `hardware_profile` says what rounds cost on the devices that were measured, and how confidences are calibrated;
+    `None` if it came without one.
     How much of a draft is verified is what pays on this machine, by a hardware profile. Instead,
     `generation_config.num_assistant_tokens` sets how many tokens are sent to verification a round, and
     `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
@@ -61,7 +74,8 @@ class DSparkModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["DSparkDecoderLayer"]
+    _no_split_modules: ClassVar[list[str]] = [layer.__name__ for layer in BACKBONES.values()]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = DROPPED
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -70,14 +84,17 @@ class DSparkModel(PreTrainedModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        layer = BACKBONES[config.backbone]
+        self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.attention_patterns = attention_patterns(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         )
         self.markov_head = SEQUENTIAL_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -87,7 +104,9 @@ class DSparkModel(PreTrainedModel):
         # Weights that are the target's, by module name. They are not ours to move, train or save, hence no parameters.
         self._shared: dict[str, torch.Tensor] = {}
         self._bound_to: tuple | None = None
+        self._embedding_scale = config.input_embedding_scale  # until a target says, if it is to
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
+        self.alternatives = 0  # how many likely tokens of every slot it collects, too
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
         self.hardware_profile: HardwareProfile | None = None
         self.post_init()
@@ -97,23 +116,28 @@ class DSparkModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
         """
-        Load a drafter saved by this package or by DeepSpec (DSpark or DFlash with a Qwen3 backbone), from a folder or
-        from the Hub. Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`].
+        Load a drafter in any of the formats of [`checkpoints`], from a folder or from the Hub. Takes the arguments of
+        [`~transformers.PreTrainedModel.from_pretrained`].
 
         Raises:
-            ValueError: the checkpoint is of an unknown format, or its tensors are not those that its config calls for.
+            OSError: there is no such drafter.
+            ValueError: the checkpoint is of an unknown format or of one that is not read, its config has fields of
+                unknown effect, or its tensors are not those that its config calls for.
         """
         kwargs["revision"] = resolve_revision(pretrained_model_name_or_path, **kwargs)
         hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        checkpoint = Checkpoint(pretrained_model_name_or_path, **hub_arguments)
         if config is None:
-            config_dict = read_config(pretrained_model_name_or_path, **hub_arguments)
             dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))  # "auto" is nothing for a config
-            config, kwargs = DSparkConfig.from_dict(config_dict, return_unused_kwargs=True, **kwargs)
+            config, kwargs = DSparkConfig.from_dict(checkpoint.translate(), return_unused_kwargs=True, **kwargs)
             if dtype is not None:
                 kwargs["dtype"] = dtype
-        cls._check_tensors(config, pretrained_model_name_or_path, hub_arguments)
+        cls._check_tensors(config, checkpoint)
+        kwargs |= {"use_safetensors": True, "key_mapping": checkpoint.key_mapping or None}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model._weight_conversions = None  # what is saved from now on has our names
+        model._check_token_map()
         if cached_file(
             pretrained_model_name_or_path,
             GENERATION_CONFIG_NAME,
@@ -122,7 +146,9 @@ class DSparkModel(PreTrainedModel):
         ):
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
         try:
-            model.hardware_profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile.check_positions(config.num_draft_tokens)
+            model.hardware_profile = profile
         except OSError:  # there is none
             pass
         except ValueError as error:
@@ -130,10 +156,10 @@ class DSparkModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _check_tensors(cls, config: DSparkConfig, path: str | os.PathLike, hub_arguments: dict) -> None:
+    def _check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        found = tensor_shapes(path, **hub_arguments)
+        found = checkpoint.tensors
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]
         wrong += [
@@ -143,10 +169,18 @@ class DSparkModel(PreTrainedModel):
         ]
         if wrong:
             raise ValueError(
-                f"The checkpoint {path} does not hold the drafter that its config describes: "
+                f"The checkpoint {checkpoint.path} does not hold the drafter that its config describes: "
                 f"{'; '.join(sorted(wrong))}. "
                 "Check the config's heads (`markov_rank`, `markov_head_type`, `enable_confidence_head`) against the "
                 "tensors; nothing is ever initialised at random."
+            )
+
+    def _check_token_map(self) -> None:
+        ids = self.draft_token_ids
+        if ids is not None and ids.device.type != "meta" and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+            raise ValueError(
+                f"`d2t` leads to token ids from {ids.min()} to {ids.max()}, the vocabulary has "
+                f"{self.config.vocab_size} tokens. It holds offsets: the target's id less the draft's."
             )
 
     def save_pretrained(
@@ -239,6 +273,11 @@ class DSparkModel(PreTrainedModel):
     # The target
 
     @property
+    def sequential_head(self) -> MarkovHead | CandidateSelector | None:
+        """What tells a slot which token comes before it; `None` in a DFlash drafter."""
+        return self.markov_head if self.markov_head is not None else self.candidate_selector
+
+    @property
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids of the draft vocabulary, (V_d,), or `None` if it is the whole vocabulary."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -293,6 +332,8 @@ class DSparkModel(PreTrainedModel):
         if self._bound_to is not None and self._bound_to[0]() is target and self._bound_to[1] == state:
             return
         self.check_target(target)
+        if self.config.input_embedding_scale is None:
+            self._embedding_scale = float(getattr(modules["embed_tokens"], "scalar_embed_scale", 1.0))
         for name, module in modules.items():
             weight = self._weight_of(module)
             if name == "lm_head" and self.d2t is not None:
@@ -328,22 +369,64 @@ class DSparkModel(PreTrainedModel):
             raise ValueError(f"This drafter has no `{name}` of its own; call `drafter.bind(target)` first.")
         return self._shared[name]
 
+    # What it does
+
+    @contextmanager
+    def trace(self, alternatives: int = 0) -> Iterator[list]:
+        """
+        Collect every [`~hf_dspark.Round`] of the `generate()` calls made inside the `with` block; yields the list that
+        they go to.
+
+        Args:
+            alternatives: give the rounds [`~hf_dspark.generation.trace.Details`], with so many of the most likely
+                tokens of the drafter and of the target in every slot. They take time, which is not counted in the
+                rounds' seconds; 0 leaves them out.
+        """
+        outer = self.rounds, self.alternatives
+        self.rounds, self.alternatives = [], alternatives
+        try:
+            yield self.rounds
+        finally:
+            self.rounds, self.alternatives = outer
+
+    def calibration(self, do_sample: bool) -> Calibration | None:
+        """
+        How the confidence of a slot follows from what is known of it, when greedy or sampling: as the hardware profile
+        says, else from the confidence head as it is; `None` for a drafter that has neither.
+
+        Raises:
+            ValueError: the profile's is not for the number of tokens that this drafter drafts.
+        """
+        profile, slots = self.hardware_profile, self.config.num_draft_tokens
+        found = None if profile is None else profile.calibration.get("sample" if do_sample else "greedy")
+        if found is None or (found.reads_logit and self.confidence_head is None):
+            return None if self.confidence_head is None else Calibration.identity(slots)
+        if found.num_draft_tokens != slots:
+            profile.check_positions(slots)
+        return found
+
     # The computation
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings (..., hidden_size) of target token ids (...)."""
-        return F.embedding(input_ids, self._weight("embed_tokens"))
+        embeddings = F.embedding(input_ids, self._weight("embed_tokens"))
+        return embeddings if self._embedding_scale in (None, 1) else embeddings * self._embedding_scale
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """U, the logits (..., V_d) of hidden states (..., hidden_size), before the sequential head."""
-        return F.linear(hidden, self._weight("lm_head"))
+        logits = F.linear(hidden, self._weight("lm_head"))
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * (logits / cap).tanh()
+        return logits
 
     def forward(
         self,
         input_ids: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: dict[AttentionPattern, torch.Tensor] | None = None,
         cache: ContextCache | None = None,
     ) -> DSparkOutput:
         """
@@ -354,7 +437,8 @@ class DSparkModel(PreTrainedModel):
             context_hidden_states: the tapped hidden states, concatenated in the order of `target_layer_ids`, of the
                 positions before the anchor that `cache` does not hold yet, (R, T, K * target_hidden_size).
             position_ids: (R, T + B), by default those that follow the cache.
-            attention_mask: additive, (R, 1, B, cached + T + B); by default every block row sees all rows.
+            attention_mask: by [`attention_masks`], each (R, 1, B, cached + T + B), for several blocks at once or
+                contexts of different lengths; by default the block stands right behind its context.
             cache: context rows of earlier rounds; the new ones are added to it.
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
@@ -363,17 +447,35 @@ class DSparkModel(PreTrainedModel):
             start = 0 if cache is None else cache.end
             position_ids = torch.arange(start, start + context.shape[1] + block.shape[1], device=block.device)[None]
         position_embeddings = self.rotary_emb(block, position_ids)
-        for layer in self.layers:
+        if attention_mask is None:
+            attention_mask = self._masks_behind(context, block, position_ids, cache)
+        if attention_mask and "flash" in (self.config._attn_implementation or ""):
+            raise ValueError(
+                "Sliding windows and causal blocks need masks, which flash attention does not take: load the drafter "
+                'with `attn_implementation="sdpa"`.'
+            )
+        for layer, pattern in zip(self.layers, self.attention_patterns):
             block = layer(
                 block,
                 context,
                 position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
+                attention_mask=attention_mask.get(pattern),
                 cache=cache,
             )
         if cache is not None:
             cache.keep(context.shape[1])
         return DSparkOutput(last_hidden_state=self.norm(block), cache=cache)
+
+    def _masks_behind(
+        self, context: torch.Tensor, block: torch.Tensor, position_ids: torch.Tensor, cache: ContextCache | None
+    ) -> dict[AttentionPattern, torch.Tensor]:
+        """Masks of a block that stands right behind its context, for the layers that do not see all of it."""
+        held, new = 0 if cache is None else cache.length, context.shape[1]
+        patterns = {p for p in self.attention_patterns if not p.sees_all(held + position_ids.shape[1])}
+        if not patterns:
+            return {}
+        rows = position_ids[:, :1] - held + torch.arange(held + new, device=position_ids.device)
+        return attention_masks(patterns, position_ids[:, new:], rows, self.config.block_size, block.dtype)
 
     def block_ids(self, anchor: torch.Tensor) -> torch.Tensor:
         """Block tokens (R, B) for anchors (R, 1)."""

@@ -26,6 +26,14 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"Cannot find the decoder layers of {type(target).__name__}, which a DSpark drafter reads.")
 
 
+def last_logits_only(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """
+    Arguments of a forward pass that gives the logits of the last position alone, and still runs all rows through all
+    layers: told a number of positions, a Gemma4 takes the others out before the layers that reuse keys and values.
+    """
+    return {"logits_to_keep": torch.tensor([-1])} if target._supports_logits_to_keep() else {}
+
+
 class TargetTaps:
     """
     Context manager that records the tapped hidden states of every forward pass of the target.

@@ -159,6 +159,11 @@ def golden_target() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(GOLDEN / "qwen3_target", dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="session")
+def golden_gemma4_target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(GOLDEN / "gemma4_target", dtype=torch.float32).eval()
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per character."""

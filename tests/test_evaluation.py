@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from hf_dspark import acceptance_length, trace
 from hf_dspark.cli import app
 from hf_dspark.evaluation import measurement, variants
-from hf_dspark.evaluation.calibration import calibration
 from hf_dspark.evaluation.measurement import GREEDY, StepSizes, answer, evaluate, summarise
 from hf_dspark.evaluation.prompts import check_text, read_prompts, read_sets
+from hf_dspark.evaluation.reliability import reliability_of
 from hf_dspark.evaluation.report import markdown
 from hf_dspark.evaluation.variants import dflash_misfit, variants_for
 from hf_dspark.scheduling.costs import RoundCosts
@@ -29,7 +29,7 @@ runner = CliRunner()
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(measurement, "calibration", partial(calibration, resamples=20))
+    monkeypatch.setattr(measurement, "reliability_of", partial(reliability_of, count=20))
 
 
 @pytest.fixture
@@ -129,6 +129,8 @@ def test_variants_for_a_drafter():
         ({"target_layer_ids": [-1, 2]}, "embedding output"),
         ({"target_layer_ids": [0, 3]}, "last layer"),
         ({"sample_from_anchor": True}, "anchor"),
+        ({"final_logit_softcapping": 3.0}, "caps"),
+        ({"input_embedding_scale": 2.0}, "scales"),
     ],
 )
 def test_what_transformers_dflash_cannot_run(fields, reason):

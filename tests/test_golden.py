@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from hf_dspark import DSparkModel, trace
 from hf_dspark.generation.draft_context import DraftContext
 
-HEADS = ["vanilla", "gated", "rnn", "dflash"]
+DRAFTERS = ["qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash", "gemma4_vanilla"]
 close = {"atol": 1e-4, "rtol": 0}
 
 
-def load(head: str, attention: str = "sdpa") -> DSparkModel:
-    return DSparkModel.from_pretrained(GOLDEN / f"deepspec_qwen3_{head}", attn_implementation=attention).eval()
+def load(name: str, attention: str = "sdpa") -> DSparkModel:
+    return DSparkModel.from_pretrained(GOLDEN / f"deepspec_{name}", attn_implementation=attention).eval()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("head", HEADS)
-def test_single_block(head, attention):
-    drafter = load(head, attention)
-    block = load_file(GOLDEN / f"deepspec_qwen3_{head}" / "block.safetensors")
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_single_block(name, attention):
+    drafter = load(name, attention)
+    block = load_file(GOLDEN / f"deepspec_{name}" / "block.safetensors")
     tokens = block["draft_input_ids"]
     assert torch.equal(drafter.block_ids(block["input_ids"][:, -1:]), tokens)
     with torch.no_grad():
@@ -42,11 +42,11 @@ def test_single_block(head, attention):
     assert torch.equal(logits.argmax(-1), block["draft_token_ids"])
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_context_in_pieces(head):
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_context_in_pieces(name):
     """A context that arrives over several rounds gives the block of one that comes at once."""
-    drafter = load(head)
-    block = load_file(GOLDEN / f"deepspec_qwen3_{head}" / "block.safetensors")
+    drafter = load(name)
+    block = load_file(GOLDEN / f"deepspec_{name}" / "block.safetensors")
     context = DraftContext(drafter)
     with torch.no_grad():
         for rows in block["context_hidden_states"].split([2, 1, 2], dim=1):
@@ -55,13 +55,14 @@ def test_context_in_pieces(head):
     torch.testing.assert_close(hidden, block["block_hidden_states"], **close)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_whole_greedy_decodings(head, golden_target):
-    drafter = load(head)
-    for golden in json.loads((GOLDEN / f"deepspec_qwen3_{head}" / "traces.json").read_text()):
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_whole_greedy_decodings(name, golden_target, golden_gemma4_target):
+    target = golden_gemma4_target if name.startswith("gemma4") else golden_target
+    drafter = load(name)
+    for golden in json.loads((GOLDEN / f"deepspec_{name}" / "traces.json").read_text()):
         drafter.generation_config.assistant_confidence_threshold = golden["confidence_threshold"] or None
         with trace(drafter) as rounds:
-            output = golden_target.generate(
+            output = target.generate(
                 torch.tensor([golden["prompt"]]),
                 assistant_model=drafter,
                 max_length=len(golden["output"]) + 16,  # the reference drafts past the end

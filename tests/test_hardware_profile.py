@@ -179,7 +179,7 @@ def test_a_new_measurement_replaces_the_old_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(schema_version=2), "schema_version is 2, this package reads 1"),
+        (lambda content: content.update(schema_version=3), "schema_version is 3, this package reads up to 2"),
         (lambda content: content.pop("entries"), "lacks 'entries'"),
         (lambda content: content["entries"][0].pop("draft"), "lacks 'draft'"),
         (lambda content: content["entries"][0]["identity"].pop("threads"), "threads"),

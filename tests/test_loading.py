@@ -132,7 +132,7 @@ def test_rope_of_older_and_of_multimodal_configs(checkpoint):
         ("vanilla", {"drop": ("fc.weight",)}, "fc.weight"),
         ("vanilla", {"add": {"left.over": torch.zeros(2)}}, "left.over"),
         ("vanilla", {"config": {"num_hidden_layers": 1, "layer_types": ["full_attention"]}}, "layers.1"),
-        ("vanilla", {"config": {"layer_types": ["full_attention", "sliding_attention"]}}, "layer_types"),
+        ("vanilla", {"config": {"layer_types": ["full_attention", "sliding_attention"]}}, "sliding_window"),
         ("vanilla", {"config": {"mask_token_id": 64}}, "mask_token_id"),
         ("vanilla", {"config": {"mask_token_id": None}}, "mask_token_id"),
         ("vanilla", {"config": {"target_layer_ids": [3, 1, 4, 5]}}, "strictly increasing"),
@@ -259,7 +259,11 @@ def test_attention_implementations_agree(attention):
         ({"block_size": 1, "sample_from_anchor": False}, "no slot"),
         ({"draft_vocab_size": 41}, "draft_vocab_size"),
         ({"markov_head_type": "lstm"}, "markov_head_type"),
-        ({"layer_types": ["sliding_attention"] * 2}, "full attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"causal_in_block": [True]}, "causal_in_block"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
     ],
 )
 def test_impossible_configurations(fields, match):

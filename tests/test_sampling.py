@@ -10,10 +10,11 @@ import torch
 from conftest import tiny_drafter, tiny_target
 from scipy.stats import chisquare
 
-from hf_dspark import trace
+from hf_dspark import HardwareProfile, trace
 from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
 from hf_dspark.generation.trace import Clock
+from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.costs import RoundCosts
 
 SIGNIFICANT = 1e-4  # seeds are fixed: a test passes or fails, it does not flicker
@@ -37,6 +38,10 @@ def bold_drafter(target, **fields):
         if drafter.markov_head is not None:
             drafter.markov_head.markov_w1.weight.normal_(std=1.0)
             drafter.markov_head.markov_w2.weight.normal_(std=0.7)
+        if drafter.candidate_selector is not None:
+            drafter.candidate_selector.predecessor_codebook.normal_(std=1.0)
+            drafter.candidate_selector.successor_codebook.normal_(std=0.7)
+            drafter.candidate_selector.hidden_projection.weight.normal_(std=0.3)
         if drafter.confidence_head is not None:
             drafter.confidence_head.proj.weight.normal_(std=0.5)
     return drafter
@@ -83,6 +88,20 @@ def test_every_head(head, from_anchor):
         assert transition_pvalue(target, drafter) > SIGNIFICANT
     accepted = [a_round.accepted for a_round in rounds]
     assert {0, 1, 2} <= set(accepted), "too few kinds of rounds to tell anything"
+
+
+SELECTOR = {"markov_rank": 0, "enable_confidence_head": False, "selector_rank": 8, "selector_top_k": 4}
+
+
+@pytest.mark.parametrize(
+    ("from_anchor", "arguments"), [(True, {}), (False, {}), (False, {"temperature": 0.7, "top_k": 5})], ids=str
+)
+def test_candidate_selector(from_anchor, arguments):
+    target = memoryless_target()
+    drafter = bold_drafter(target, sample_from_anchor=from_anchor, **SELECTOR)
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1000, **arguments) > SIGNIFICANT
+    assert {0, 1, 2} <= {a_round.accepted for a_round in rounds}, "too few kinds of rounds to tell anything"
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
@@ -134,6 +153,30 @@ def test_hardware_aware_without_confidence_head(erratic_clock):
     assert len({len(a_round.draft) for a_round in rounds}) > 2
 
 
+def calibrated(drafter, method: str, bias: float, logit_weight: float, margin_weight: float):
+    """The drafter with one regression for every position, drafting where that says more than one half."""
+    calibration = Calibration(method, (bias,) * 5, (logit_weight,) * 5, (margin_weight,) * 5)
+    drafter.hardware_profile = HardwareProfile(calibration={"sample": calibration})
+    drafter.generation_config.assistant_confidence_threshold = 0.5
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("calibration", "fields"),
+    [
+        (("margin", -0.8, 0, 4), {"markov_head_type": "vanilla", "enable_confidence_head": False}),
+        (("margin", -0.8, 0, 4), {"markov_head_type": "rnn"}),
+        (("both", -1, 0.5, 1.5), {"markov_head_type": "gated"}),
+    ],
+)
+def test_margins(calibration, fields):
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target, **fields), *calibration)
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
+    assert len({len(a_round.draft) for a_round in rounds}) > 2, "the margin decides nothing"
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_narrow_drafts(width):
     target = memoryless_target()
@@ -183,6 +226,42 @@ class LooksAhead(DSparkCandidateGenerator):
                 candidates, scores = candidates[:, : input_ids.shape[1] + k], scores[:, :k]
                 break
         return candidates, scores if candidates.shape[1] > input_ids.shape[1] else None
+
+
+class UnaryScores(DSparkCandidateGenerator):
+    """Wrong: draws from a selector's candidates but says that any token could have been drawn."""
+
+    def _choose(self, input_ids, logits):
+        token, scores = super()._choose(input_ids, logits)
+        return token, scores.masked_fill(scores.isinf(), scores[scores.isfinite()].mean())
+
+
+def test_wrong_scores_of_a_selector_are_caught(monkeypatch):
+    target = memoryless_target()
+    monkeypatch.setattr(decoding, "DSparkCandidateGenerator", UnaryScores)
+    assert transition_pvalue(target, bold_drafter(target, **SELECTOR), tokens=1000) < SIGNIFICANT**2
+
+
+class OwnProbability(DSparkCandidateGenerator):
+    """Wrong: how far to trust a slot depends on how likely the token is that was drawn for it."""
+
+    def _confidence(self, calibration, slot, hidden, embedding, logits):
+        q = logits.softmax(-1)
+        self._drawn = torch.multinomial(q, num_samples=1)
+        mine = q.gather(-1, self._drawn)
+        return calibration(slot, margin=mine.logit()).sigmoid().item()
+
+    def _choose(self, input_ids, logits):
+        _, scores = super()._choose(input_ids, logits)
+        return self._drawn, scores
+
+
+def test_trusting_likely_tokens_more_is_caught(monkeypatch):
+    """As `test_margins`, but for what stands in the margin's place."""
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target), "margin", 4, 0, 4)
+    monkeypatch.setattr(decoding, "DSparkCandidateGenerator", OwnProbability)
+    assert transition_pvalue(target, drafter) < SIGNIFICANT**2
 
 
 @pytest.mark.parametrize("wrong", [RawScores, GreedyDrafts, LooksAhead])

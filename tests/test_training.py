@@ -16,13 +16,20 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkModel, acceptance_length, trace
 from hf_dspark.backbone import qwen3
+from hf_dspark.backbone.attention_mask import AttentionPattern, visible_rows
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
 from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise
-from hf_dspark.training.objective import packed_mask, packed_positions, sample_anchors
+from hf_dspark.training.objective import packed_positions, sample_anchors
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
 
 HEADS = ["vanilla", "gated", "rnn", None]
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+ATTENTION = [
+    {**SLIDING, "causal_in_block": [True, False]},
+    {**SLIDING, "sliding_window_from": "anchor"},
+    {"causal_in_block": True, "attention_sink_bias": True, "final_logit_softcapping": 0.5, "output_multiplier": 2.0},
+]
 
 
 def head_fields(head):
@@ -57,10 +64,10 @@ def trainer_for(drafter, target, tmp_path, data, **arguments):
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
-@pytest.mark.parametrize("head", HEADS)
-def test_a_packed_block_is_the_block_of_generation(target, head, from_anchor, tmp_path):
+@pytest.mark.parametrize(("head", "attention"), [(head, {}) for head in HEADS] + [("vanilla", a) for a in ATTENTION])
+def test_a_packed_block_is_the_block_of_generation(target, head, attention, from_anchor, tmp_path):
     """Every packed block sees what it will see when drafting, and its terms are those of the definition."""
-    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head))
+    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head), **attention)
     trainer = trainer_for(drafter, target, tmp_path, rows([14, 9]))
     inputs = pad_sequences(rows([14, 9]))
     theirs = trainer.target_inputs(inputs)
@@ -255,6 +262,38 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target, tmp_path):
     assert losses["whole"] == pytest.approx(losses["halved"], rel=1e-5)
 
 
+def test_a_cached_target_says_the_same_and_runs_once(target, tmp_path, monkeypatch):
+    data, asked, losses = rows(range(10, 18)), [], {}
+    forward = type(target).forward
+
+    def counted(self, ids, **arguments):
+        asked.append(ids)
+        return forward(self, ids, **arguments)
+
+    monkeypatch.setattr(type(target), "forward", counted)
+    for name, cache in (("asked", None), ("cached", tmp_path / "cache"), ("again", tmp_path / "cache")):
+        asked.clear()
+        drafter = tiny_drafter(target, draft_vocab_size=30)
+        prune_vocabulary(drafter, [row["input_ids"] for row in data])
+        trainer = trainer_for(drafter, target, tmp_path, data, max_steps=6, logging_steps=1)
+        trainer.cache_folder = cache
+        trainer.train()
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert sum(map(len, asked)) == {"asked": 24, "cached": 8, "again": 0}[name], "three epochs of eight texts"
+    assert losses["cached"] == pytest.approx(losses["asked"], rel=2e-2)
+    assert losses["again"] == pytest.approx(losses["asked"], rel=2e-2)
+
+    asked.clear()
+    drafter.d2t.fill_(5)  # another draft vocabulary has other log-probabilities
+    other = trainer_for(drafter, target, tmp_path, data)
+    other.cache_folder = tmp_path / "cache"
+    inputs = pad_sequences(data[:2])
+    torch.testing.assert_close(
+        other.target_inputs(inputs)["target_log_probs"], other._ask_target(inputs)["target_log_probs"]
+    )
+    assert asked
+
+
 @pytest.mark.parametrize("head", ["vanilla", "rnn"])
 def test_mixed_precision_trains_as_float32_does(head, tmp_path):
     """A bfloat16 target and autocast, as on accelerators, against float32."""
@@ -290,7 +329,8 @@ def test_two_processes_train_as_one_does(tmp_path):
 def test_packed_positions_and_mask():
     anchors = torch.tensor([[2, 1]])
     assert packed_positions(anchors, 3, 4).tolist() == [[0, 1, 2, 3, 2, 3, 4, 1, 2, 3]]
-    visible = packed_mask(anchors, 3, 4, torch.float32)[0, 0] == 0
+    context, blocks = packed_positions(anchors, 3, 4).split([4, 6], dim=1)
+    visible = visible_rows(AttentionPattern(None, False, causal=False), blocks, context, 3)[0]
     assert visible[0].tolist() == [True, True, False, False, True, True, True, False, False, False]
     assert visible[3].tolist() == [True, False, False, False, False, False, False, True, True, True]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
@@ -12,13 +13,20 @@ from ..configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of states (R, heads, rows, head_dim) with cos and sin (R, rows, head_dim)."""
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """
+    Rotary embedding of states (R, heads, rows, head_dim) with cos and sin (R, rows, head_dim).
+
+    Pairs are half a head apart; where they are neighbours, heads come out in the order that has them so, which is all
+    the same to the product of a query and a key.
+    """
+    if interleaved:
+        states = states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return states * cos.unsqueeze(1) + rotate_half(states) * sin.unsqueeze(1)
 
 
 class DSparkAttention(nn.Module):
-    """Attention of a draft block to the context and, in both directions, to itself."""
+    """Attention of a draft block to the context and to itself."""
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
@@ -35,9 +43,17 @@ class DSparkAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.attention_sink_bias = (
+            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sink_bias else None
+        )
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))
+
+    def keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, not yet rotated, and values (R, kv heads, rows, head_dim) of rows (R, rows, hidden_size)."""
+        keys = self.k_norm(self._heads(self.k_proj(rows)))
+        return keys.transpose(1, 2), self._heads(self.v_proj(rows)).transpose(1, 2)
 
     def forward(
         self,
@@ -50,12 +66,16 @@ class DSparkAttention(nn.Module):
         cos, sin = position_embeddings
         rows = torch.cat([context, block], dim=1)
         queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
-        keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2)
-        values = self._heads(self.v_proj(rows)).transpose(1, 2)
-        queries = rotate(queries, cos[:, context.shape[1] :], sin[:, context.shape[1] :])
-        keys = rotate(keys, cos, sin)
+        keys, values = self.keys_and_values(rows)
+        if self.config.attention_value_scale != 1:
+            values = values * self.config.attention_value_scale
+        interleaved = self.config.rope_interleaved
+        queries = rotate(queries, cos[:, context.shape[1] :], sin[:, context.shape[1] :], interleaved)
+        keys = rotate(keys, cos, sin, interleaved)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
+        if self.attention_sink_bias is not None:
+            keys, values, attention_mask = self._with_sink(queries, keys, values, attention_mask)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attention(
             self,
@@ -67,6 +87,18 @@ class DSparkAttention(nn.Module):
             scaling=self.scaling,
         )
         return self.o_proj(output.flatten(-2))
+
+    def _with_sink(self, queries, keys, values, attention_mask):
+        """One more row whose score is the head's sink bias and whose value is nothing."""
+        if self.config._attn_implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"This drafter has attention sinks, which {self.config._attn_implementation} attention does not do "
+                'here: load it with `attn_implementation="sdpa"`.'
+            )
+        shape = (*queries.shape[:3], keys.shape[2])
+        mask = queries.new_zeros(shape) if attention_mask is None else attention_mask.expand(shape)
+        sink = self.attention_sink_bias.to(queries.dtype).view(1, -1, 1, 1).expand(*shape[:3], 1)
+        return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), torch.cat([mask, sink], dim=-1)
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):

@@ -1,62 +1,205 @@
-"""Public checkpoint formats, one module each: config fields and tensor names in, `DSparkConfig` fields out."""
+"""
+Public checkpoint formats, one module each: config fields and tensor names in, `DSparkConfig` fields out.
+
+A format has a `NAME`, and says which configs are its own (`recognises`), what `DSparkConfig` fields they mean
+(`translate`), and what a [`DSparkModel`] calls their tensors (`tensor_name`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import PurePath
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from . import deepspec, native
+from . import (
+    deepspec,
+    dflash2,
+    gemma4,
+    hybrid,
+    lfm2,
+    modelopt,
+    muse_glimmer,
+    native,
+    nemotron,
+    specforge,
+    speculators,
+    unsupported,
+    zlab,
+)
+from .translation import DROPPED, Shapes
 
-FORMATS = (native, deepspec)
+__all__ = ["DROPPED", "FORMATS", "Checkpoint", "format_of", "is_drafter", "read_config", "tensor_shapes"]
+
+# The first that recognises a config is the one; several share an architecture's name.
+FORMATS: tuple[Any, ...] = (
+    native,
+    unsupported.OTHER_DFLASH2,
+    dflash2,
+    speculators,
+    muse_glimmer,
+    gemma4,
+    unsupported.NOISE_LEVEL,
+    nemotron,
+    unsupported.GATED_QUERIES,
+    deepspec,
+    specforge,
+    lfm2,
+    modelopt,
+    unsupported.DOMINO,
+    hybrid,
+    zlab,
+    unsupported.LAGUNA,
+    unsupported.LATENT_ATTENTION,
+    unsupported.OTHER_LAYERS,
+    unsupported.DEEPSEEK_V4,
+)
+# Element types of plain weights and token maps; weights in any other come with scales.
+PLAIN_TYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+MASK_EMBEDDING = "mask_embedding.pt"
+
+
+class Checkpoint:
+    """
+    A drafter in a folder or on the Hub, in whichever format it is: its config and the headers of its weights.
+
+    Args:
+        path: a folder or a Hub repository.
+        hub_arguments: `revision`, `token` and so on.
+
+    Raises:
+        OSError: there is no such folder or repository, or no config or weights in it.
+        ValueError: no known format, or files that are damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike, **hub_arguments):
+        self.path = path
+        self.config = _config_dict(path, **hub_arguments)
+        if not self.config:
+            raise OSError(
+                f"{path} has no config.json; if the drafter is in a folder within it, name that as `subfolder`."
+            )
+        self.format = format_of(self.config)
+        if self.format is None:
+            names = ", ".join(f.NAME for f in FORMATS if not isinstance(f, unsupported.Unsupported))
+            raise ValueError(
+                f"{path} is not a drafter in a format that hf_dspark reads: architectures "
+                f"{self.config.get('architectures')}, model_type {self.config.get('model_type')!r}. It reads {names}."
+            )
+        if isinstance(self.format, unsupported.Unsupported):
+            self.format.translate(self.config, {})
+        if self.format in (zlab, hybrid) and cached_file(
+            path, MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments
+        ):
+            raise ValueError(
+                f"{path} keeps the embedding of its mask token in {MASK_EMBEDDING}, a pickle, which hf_dspark never "
+                "opens: it could run any code. Ask for a safetensors file."
+            )
+        self.tensors: Shapes = {}  # by the names that a DSparkModel has
+        self.renamed: dict[str, str] = {}  # names in the files, where they are others
+        for theirs, shape in tensor_shapes(path, **hub_arguments).items():
+            ours = self.format.tensor_name(theirs)
+            if ours is None:
+                continue
+            if ours in self.tensors:
+                raise ValueError(f"{path} has two tensors that are {ours}, one of them is {theirs}.")
+            self.tensors[ours] = shape
+            if ours != theirs:
+                self.renamed[theirs] = ours
+
+    def translate(self) -> dict:
+        """
+        `DSparkConfig` fields.
+
+        Raises:
+            ValueError: the config cannot be read, contradicts the tensors, or has fields of unknown effect.
+        """
+        return self.format.translate(dict(self.config), self.tensors)
+
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """Patterns of names in the files, and what they become, as `from_pretrained` takes them."""
+        return {f"^{re.escape(theirs)}$": ours for theirs, ours in self.renamed.items()}
+
+
+def format_of(config: dict) -> Any:
+    """The format of a config, `None` if it is none of these."""
+    return next((checkpoint_format for checkpoint_format in FORMATS if checkpoint_format.recognises(config)), None)
 
 
 def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
-    """
-    `DSparkConfig` fields of the checkpoint at `path` (a folder or a Hub repository), in whichever format it is.
-
-    Raises:
-        OSError: there is no such folder or repository, or no config in it.
-        ValueError: no known format, or one that cannot be read.
-    """
-    config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
-    if not config:
-        raise OSError(f"{path} has no config.json; if the drafter is in a folder within it, name that as `subfolder`.")
-    for checkpoint_format in FORMATS:
-        if checkpoint_format.recognises(config):
-            return checkpoint_format.translate(config, tensor_shapes(path, **hub_arguments))
-    raise ValueError(
-        f"{path} is not a drafter in a format that hf_dspark reads: architectures {config.get('architectures')}, "
-        f"model_type {config.get('model_type')!r}. It reads its own format and DeepSpec's Qwen3DSparkModel."
-    )
+    """`DSparkConfig` fields of the checkpoint at `path`; errors as for [`Checkpoint`] and its `translate`."""
+    return Checkpoint(path, **hub_arguments).translate()
 
 
 def is_drafter(path: str | os.PathLike, **hub_arguments) -> bool:
-    """Whether `path` holds a drafter in a format that [`read_config`] reads."""
-    config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
-    return any(checkpoint_format.recognises(config) for checkpoint_format in FORMATS)
+    """Whether `path` holds a drafter in a known format, be it one that is refused."""
+    return format_of(_config_dict(path, **hub_arguments)) is not None
 
 
-def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a safetensors checkpoint, read from the headers alone."""
+def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> Shapes:
+    """
+    Names and shapes of the tensors of a safetensors checkpoint, read from the headers alone.
+
+    Raises:
+        OSError: there are no safetensors files.
+        ValueError: one is damaged, or holds quantised weights.
+    """
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_arguments)
-    if index is None:
-        files = [SAFE_WEIGHTS_NAME]
-    else:
-        with open(index) as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
-    shapes: dict[str, tuple[int, ...]] = {}
+    files = [SAFE_WEIGHTS_NAME] if index is None else _shards(index)
+    shapes: Shapes = {}
     for name in files:
         shapes |= _header(cached_file(path, name, **hub_arguments))
     return shapes
 
 
-def _header(path: str) -> dict[str, tuple[int, ...]]:
+def _config_dict(path: str | os.PathLike, **hub_arguments) -> dict:
     try:
+        config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} has a config.json that is no JSON object: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} has a config.json that is no JSON object.")
+    return config
+
+
+def _shards(index: str) -> list[str]:
+    try:
+        with open(index, encoding="utf-8") as file:
+            content = json.load(file)
+        content["metadata"]  # transformers reads that, too
+        names = set(content["weight_map"].values())
+        if all(name == PurePath(name).name and name.endswith(".safetensors") for name in names):
+            return sorted(names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error}") from error
+    raise ValueError(f"{index} names files other than safetensors files beside it: {sorted(names)}.")
+
+
+def _header(path: str) -> Shapes:
+    try:
+        size = os.path.getsize(path)
         with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        types = {str(entry["dtype"]) for entry in entries.values()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file, or it is cut short: {error}") from error
+    if 8 + length + end > size:
+        raise ValueError(f"{path} is not a whole safetensors file: {size} bytes of {8 + length + end}.")
+    scales = [name for name in shapes if re.search(r"(weight_scale(_\d)?|input_scale|\.scale)$", name)]
+    if scales or types - PLAIN_TYPES:
+        raise ValueError(
+            f"{path} holds quantised weights ({', '.join([*sorted(types - PLAIN_TYPES), *scales[:2]])}), which "
+            "hf_dspark does not read: dequantise them to bfloat16 first."
+        )
+    return shapes

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from .translation import Shapes
+
+NAME = "hf_dspark"
+
 
 def recognises(config: dict) -> bool:
     return config.get("model_type") == "dspark"
 
 
-def translate(config: dict, tensors: dict[str, tuple[int, ...]]) -> dict:
+def tensor_name(name: str) -> str | None:
+    return name
+
+
+def translate(config: dict, tensors: Shapes) -> dict:
     """The config as it is; a tensor too many or too few is the loader's to report."""
     return config

@@ -17,12 +17,13 @@ from transformers import (
 
 from ..modeling_dspark import DSparkModel
 from ..scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch
+from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from .candidate_generator import scheduler_of
 from .draft_block import DraftBlock, over_vocabulary
 from .draft_context import RaggedContext
 from .profiler import costs_by_rows
-from .trace import Clock, round_of
+from .trace import Clock, Round
 
 if TYPE_CHECKING:
     from .batched_decoding import Row
@@ -72,12 +73,15 @@ class BatchDrafter:
         self.max_length = max_length
         self.clock = clock
         self._confidences: list[list[float]] | None = None  # by row; nothing drafted yet
+        self._logits: list[list[float]] = []
+        self._margins: list[list[float]] = []
 
     @torch.no_grad()
     def draft(self, rows: Sequence[Row]) -> None:
         """Set the draft (1, ℓ) of each row and, when sampling, its scores (1, ℓ, V)."""
         self.clock.lap("rest")
         self._confidences = [[] for _ in rows]
+        self._logits, self._margins = [[] for _ in rows], [[] for _ in rows]
         tokens: list[list[torch.Tensor]] = [[] for _ in rows]
         scores: list[list[torch.Tensor]] = [[] for _ in rows]
         limits = self.scheduler.limits([max(self.max_length - row.length - 1, 0) for row in rows])
@@ -105,12 +109,14 @@ class BatchDrafter:
                 going, previous = [going[i] for i in kept.tolist()], previous[kept]
                 block.select(kept)
 
+        is_read = self.scheduler.reads_confidence or self.drafter.rounds is not None
+        calibration = self.drafter.calibration(self.do_sample) if is_read else None
         for slot in range(max(limits)):
             go_on([slot < limits[place] for place in going])
             if not going:
                 break
             block.advance(previous)
-            go_on(self.scheduler.admits(slot, going, self._read_confidences(block, going)))
+            go_on(self.scheduler.admits(slot, going, self._read_confidences(calibration, slot, block, going)))
             if not going:
                 break
             allowed, chosen, drawn_from = self._choose(
@@ -123,15 +129,21 @@ class BatchDrafter:
                     scores[place].append(score)
             previous = chosen[:, 0].to(device)
 
-    def _read_confidences(self, block: DraftBlock, going: Sequence[int]) -> Sequence[float | None]:
-        """c_k of each row, worked out only if somebody reads it."""
-        if self.drafter.confidence_head is None:
+    def _read_confidences(
+        self, calibration: Calibration | None, slot: int, block: DraftBlock, going: Sequence[int]
+    ) -> Sequence[float | None]:
+        """c_k of each row that still drafts, before x_k is drawn."""
+        if calibration is None:
             return [None] * len(going)
-        if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
-            return [None] * len(going)
-        confidences = block.confidence().tolist()
+        is_traced = self.drafter.rounds is not None and calibration.method != "head"
+        known = block.read(calibration, and_logit=is_traced)
+        confidences = calibration(slot, **known).sigmoid().tolist()
         for place, confidence in zip(going, confidences):
             self._confidences[place].append(confidence)
+        if is_traced:
+            for name, rows in (("logit", self._logits), ("margin", self._margins)):
+                for place, value in zip(going, known[name].tolist() if name in known else []):
+                    rows[place].append(value)
         return confidences
 
     def _choose(
@@ -161,9 +173,13 @@ class BatchDrafter:
             self.scheduler.observe(lengths, accepted, self.clock.elapsed())
             if self.drafter.rounds is not None:
                 seconds = self.clock.seconds.share(len(rows))
-                for row, confidences, count in zip(rows, self._confidences, accepted):
-                    draft, last = row.draft[0].tolist(), row.text[0, -1].item()
-                    self.drafter.rounds.append(round_of(draft, confidences, count, last, seconds, row.index))
+                for row, *predicted, count in zip(rows, self._confidences, self._logits, self._margins, accepted):
+                    draft = row.draft[0].tolist()
+                    ended = count < len(draft) and draft[count] == row.text[0, -1].item()
+                    confidence, logit, margin = (several[: len(draft)] for several in predicted)
+                    self.drafter.rounds.append(
+                        Round(draft, confidence, count, ended, seconds, logit, margin, row=row.index)
+                    )
         self.clock.restart()
 
 

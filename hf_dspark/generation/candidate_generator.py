@@ -8,11 +8,12 @@ from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
 from ..modeling_dspark import DSparkModel
+from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 from .draft_block import DraftBlock, over_vocabulary
 from .draft_context import DraftContext
-from .trace import Clock, round_of
+from .trace import Clock, Details, Round
 
 
 def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
@@ -28,18 +29,20 @@ def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
         do_sample: whether the request samples.
 
     Raises:
-        ValueError: a confidence threshold for a drafter without confidence head, or a length that it cannot draft.
+        ValueError: a confidence threshold for a drafter without confidences, a length that it cannot draft, or a
+            calibration for another length.
     """
     config, most = drafter.generation_config, drafter.config.num_draft_tokens
     length = most if config.num_assistant_tokens is None else config.num_assistant_tokens
     if not 0 <= length <= most:
         raise ValueError(f"`num_assistant_tokens` is {length}, this drafter drafts 0 to {most} tokens.")
     threshold = config.assistant_confidence_threshold
+    calibration = drafter.calibration(do_sample)
     if threshold:
-        if drafter.confidence_head is None:
+        if calibration is None:
             raise ValueError(
-                "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
-                "`num_assistant_tokens` instead."
+                "`assistant_confidence_threshold` needs a drafter with a confidence head, or one that `hf-dspark "
+                "calibrate` gave confidences; unset it, or limit `num_assistant_tokens` instead."
             )
         return ConfidenceThreshold(threshold, length)
     if config.num_assistant_tokens is None and drafter.round_costs is not None:
@@ -85,6 +88,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock = clock
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
+        self._details: Details | None = None
+        self._logits: list[float] = []
+        self._margins: list[float] = []
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -97,7 +103,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         self.clock.lap("rest")
         start = input_ids.shape[1]
-        self._draft, self._confidences = input_ids[:, :0], []
+        self._draft, self._confidences, self._logits, self._margins = input_ids[:, :0], [], [], []
+        self._details = Details(start - 1) if self.drafter.alternatives else None
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
@@ -106,29 +113,41 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
+        calibration = self._calibration()
         for k in range(limit):
             block.advance(input_ids[:, -1].to(self.device))
-            if not self.scheduler.admits(k, self._confidence(block)):
+            if not self.scheduler.admits(k, self._confidence(calibration, k, block)):
                 break
             token, score = self._choose(input_ids, block.logits())
             if token is None:
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
+        if self._details is not None:
+            with self.clock.stopped():
+                self._details.add_draft(input_ids[:, start:], scores, self._confidences, self.drafter.alternatives)
         if not self.do_sample:
             input_ids = input_ids[:, : start + self.scheduler.keep(len(scores))]
         self.clock.lap("head")
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
-    def _confidence(self, block: DraftBlock) -> float | None:
-        """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""
-        if self.drafter.confidence_head is None:
+    def _calibration(self) -> Calibration | None:
+        """How confidences are worked out, if somebody reads them: on an accelerator each costs a wait."""
+        is_read = self.scheduler.reads_confidence or self.drafter.rounds is not None
+        return self.drafter.calibration(self.do_sample) if is_read else None
+
+    def _confidence(self, calibration: Calibration | None, slot: int, block: DraftBlock) -> float | None:
+        """c_k, before x_k is drawn."""
+        if calibration is None:
             return None
-        if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
-            return None
-        confidence = block.confidence().item()
+        is_traced = self.drafter.rounds is not None and calibration.method != "head"
+        known = block.read(calibration, and_logit=is_traced)
+        confidence = calibration(slot, **known).sigmoid().item()
         self._confidences.append(confidence)
+        if is_traced:
+            for name, values in (("logit", self._logits), ("margin", self._margins)):
+                values += known[name].tolist() if name in known else []
         return confidence
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -141,12 +160,32 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
         return scores.argmax(-1, keepdim=True), scores
 
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor | None, num_matches: int):
-        """Tell the scheduler and the trace how the last round ended, and start the clock for the next."""
+    def update_candidate_strategy(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor | None,
+        num_matches: int,
+        logits: torch.Tensor | None = None,
+    ):
+        """
+        Tell the scheduler and the trace how the last round ended, and start the clock for the next. Only a trace with
+        alternatives reads `logits`, what the target said in the slots of the draft and behind them, (1, ℓ + 1, V).
+        """
         if self._draft is not None:
             self.clock.lap("rest")
             self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
             if self.drafter.rounds is not None:
-                draft, last = self._draft[0].tolist(), input_ids[0, -1].item()
-                self.drafter.rounds.append(round_of(draft, self._confidences, num_matches, last, self.clock.seconds))
+                draft = self._draft[0].tolist()
+                ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
+                predicted, logit, margin = (
+                    several[: len(draft)] for several in (self._confidences, self._logits, self._margins)
+                )
+                if self._details is not None:
+                    count = self.drafter.alternatives
+                    self._details.add_verdict(
+                        input_ids, self._draft, num_matches, logits, self.logits_processor, count
+                    )
+                self.drafter.rounds.append(
+                    Round(draft, predicted, num_matches, ended, self.clock.seconds, logit, margin, self._details)
+                )
         self.clock.restart()

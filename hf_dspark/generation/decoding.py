@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
-from ..taps import TargetTaps
+from ..taps import TargetTaps, last_logits_only
 from .batched_decoding import batched_decoding, check_batch
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
@@ -74,6 +74,7 @@ def speculative_decoding(
     record = GenerationRecord(generation_config)
 
     with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+        model_kwargs.update(last_logits_only(target))
         outputs = target._prefill(input_ids, generation_config, model_kwargs)
         features = taps.take(drafter.device, drafter.dtype)
         cache = outputs[CACHE]
@@ -114,7 +115,7 @@ def speculative_decoding(
             rejected = width - committed
             cache.crop(-rejected)
             context.extend(features[:, : features.shape[1] - rejected])
-            generator.update_candidate_strategy(input_ids, scores, committed - 1)
+            generator.update_candidate_strategy(input_ids, scores, committed - 1, logits)
             if finished:
                 break
 
@@ -197,8 +198,7 @@ def opening_context(
         return DraftContext(drafter, start=held)
     context = DraftContext(drafter)
     mask = None if prompt_mask is None else prompt_mask[:, :held]
-    only_last = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
-    target(known.to(target.device), attention_mask=mask, use_cache=False, **only_last)
+    target(known.to(target.device), attention_mask=mask, use_cache=False, **last_logits_only(target))
     features = taps.take(drafter.device, drafter.dtype)
     context.extend(features if mask is None else features[:, mask[0].bool().to(features.device)])
     return context

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..heads import top_2_margin
 from ..modeling_dspark import DSparkModel
+from ..scheduling.calibration import Calibration
 
 
 class DraftBlock:
@@ -18,7 +20,7 @@ class DraftBlock:
     """
 
     def __init__(self, drafter: DSparkModel, hidden: torch.Tensor, anchors: torch.Tensor):
-        self.drafter, self._head = drafter, drafter.markov_head
+        self.drafter, self._head = drafter, drafter.sequential_head
         self._state: torch.Tensor | None = None
         self._embedding: torch.Tensor | None = None
         if self._head is not None:
@@ -36,9 +38,17 @@ class DraftBlock:
         if self._head is not None:
             self._embedding = self._head.embed(previous)
 
-    def confidence(self) -> torch.Tensor:
-        """c_k of the slot, (R,). It knows no token of this slot."""
-        return self.drafter.confidence_head(self._hidden[:, self._slot], self._embedding).sigmoid()
+    def read(self, calibration: Calibration, and_logit: bool = False) -> dict[str, torch.Tensor]:
+        """
+        What the calibration reads of the slot to tell c_k, by name, each (R,); none of it knows a token of this slot.
+        The confidence head's logit comes in any case with `and_logit`.
+        """
+        head, known = self.drafter.confidence_head, {}
+        if calibration.reads_logit or (and_logit and head is not None):
+            known["logit"] = head(self._hidden[:, self._slot], self._embedding)
+        if calibration.reads_margin:
+            known["margin"] = top_2_margin(self.logits())
+        return known
 
     def logits(self) -> torch.Tensor:
         """The logits (R, V_d) of the slot."""

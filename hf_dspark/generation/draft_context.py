@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..backbone.attention_mask import attention_masks
 from ..backbone.context_cache import ContextCache
 from ..modeling_dspark import DSparkModel, DSparkOutput
 from .ragged_cache import RaggedCache
@@ -103,27 +104,24 @@ class RaggedContext:
         pending = [torch.cat(features) for features in self._pending]
         counts = [len(features) for features in pending]
         held, new = torch.tensor([self._cache.lengths, counts], device=device)[:, :, None]
-        # Every row's new context, its block behind it, and the padding of the context at the end.
+        # Columns: every row's context, all blocks in the same place behind it, and what only fills up at the end.
         size, width = drafter.config.block_size, max(counts)
-        context = torch.arange(width, device=device)
-        columns = held + torch.cat([context + size * (context >= new), new + torch.arange(size, device=device)], dim=1)
-        ends = held + new + size
-        end = max(self._cache.lengths) + width + size
+        longest = max(length + count for length, count in zip(self._cache.lengths, counts))
+        context, block = torch.arange(width, device=device), torch.arange(size, device=device)
+        places = torch.where(context < new, held + context, longest + size + context)
+        columns = torch.cat([places, (longest + block).expand(len(counts), -1)], dim=1)
         rows = torch.arange(len(counts), device=device).repeat_interleave(width + size)
-        self._cache.begin(counts, rows, columns.flatten(), end)
+        self._cache.begin(counts, rows, columns.flatten(), end=longest + size, capacity=longest + size + width)
+        positions = held + new + block
+        masks = attention_masks(
+            drafter.attention_patterns, positions, torch.arange(longest, device=device)[None], size, drafter.dtype
+        )
         output: DSparkOutput = drafter(
             drafter.block_ids(anchors),
             pad_sequence(pending, batch_first=True),
-            position_ids=columns,
-            attention_mask=block_mask(ends, end, size, drafter.dtype),
+            position_ids=torch.cat([held + context, positions], dim=1),
+            attention_mask=masks,
             cache=self._cache,
         )
         self._pending = [[features[:0]] for features in pending]
         return output.last_hidden_state
-
-
-def block_mask(ends: torch.Tensor, columns: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask (R, 1, size, columns) of blocks that see each row's columns before its end, of `ends` (R, 1)."""
-    hidden = torch.arange(columns, device=ends.device) >= ends
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=ends.device).masked_fill(hidden, torch.finfo(dtype).min)
-    return mask[:, None, None].expand(-1, -1, size, -1)

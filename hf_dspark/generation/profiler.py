@@ -26,7 +26,7 @@ from ..modeling_dspark import DSparkModel
 from ..scheduling.costs import RoundCosts
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
-from ..taps import TargetTaps
+from ..taps import TargetTaps, last_logits_only
 from .draft_block import DraftBlock
 from .draft_context import DraftContext
 from .ragged_attention import own_attention
@@ -254,9 +254,8 @@ class _Bench:
         drafter.bind(target)
         self.target, self.drafter = target, drafter
         self.tokens = context
-        only_last = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
         with TargetTaps(target, drafter.config.target_layer_ids) as taps:
-            outputs = target(context, use_cache=True, return_dict=True, **only_last)
+            outputs = target(context, use_cache=True, return_dict=True, **last_logits_only(target))
             self.features = taps.take(drafter.device, drafter.dtype)
         self.cache = outputs[CACHE]
         if not can_roll_back(self.cache):
@@ -283,13 +282,13 @@ class _Bench:
         return seconds
 
     def _draft(self) -> None:
-        drafter = self.drafter
+        drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
         token = self.tokens[:, -1].to(drafter.device)
         block = DraftBlock(drafter, self.draft_context.block_hidden(token[:, None]), token)
-        for _ in range(drafter.config.num_draft_tokens):
+        for slot in range(drafter.config.num_draft_tokens):
             block.advance(token)
-            if drafter.confidence_head is not None:
-                block.confidence().tolist()
+            if calibration is not None:
+                calibration(slot, **block.read(calibration)).sigmoid().tolist()
             token = block.logits().float().argmax(-1)
             if drafter.draft_token_ids is not None:
                 token = drafter.draft_token_ids[token]

@@ -87,9 +87,16 @@ class RaggedCache:
         self._buffers: dict[int, list[torch.Tensor]] = {}  # by layer: keys, values
         self._rows = self._columns = torch.empty(0, dtype=torch.long)
         self._counts: list[int] = []
-        self._end = 0
+        self._end = self._capacity = 0
 
-    def begin(self, counts: Sequence[int], rows: torch.Tensor, columns: torch.Tensor, end: int) -> None:
+    def begin(
+        self,
+        counts: Sequence[int],
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        end: int,
+        capacity: int | None = None,
+    ) -> None:
         """
         Say where the tokens of the coming pass go.
 
@@ -97,8 +104,10 @@ class RaggedCache:
             counts: tokens of each row that may stay.
             rows, columns: the place (N,) of every token.
             end: what lies before this column is read.
+            capacity: no column is as large as this (default: `end`).
         """
-        self._counts, self._rows, self._columns, self._end = list(counts), rows, columns, end
+        self._counts, self._rows, self._columns = list(counts), rows, columns
+        self._end, self._capacity = end, capacity or end
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs
@@ -112,9 +121,9 @@ class RaggedCache:
         for i, states in enumerate((keys, values)):
             if i == len(buffers):
                 buffers.append(states.new_zeros(len(self.lengths), states.shape[1], 0, states.shape[3]))
-            if buffers[i].shape[2] < self._end:  # what was never written is masked, but must be a number
+            if buffers[i].shape[2] < self._capacity:  # what was never written is masked, but must be a number
                 held = buffers[i][:, :, : max(self.lengths)]
-                grown = held.new_zeros(*held.shape[:2], 2 * self._end, held.shape[3])
+                grown = held.new_zeros(*held.shape[:2], 2 * self._capacity, held.shape[3])
                 grown[:, :, : held.shape[2]] = held
                 buffers[i] = grown
             buffers[i][rows, :, columns] = states.transpose(1, 2).flatten(0, 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch.nn import functional as F
+from transformers import LogitsProcessorList
 
 from ..modeling_dspark import DSparkModel
 
@@ -39,6 +41,64 @@ class Seconds:
         return Seconds(self.draft / rows, self.head / rows, self.verify / rows, self.rest / rows)
 
 
+Alternatives = list[tuple[int, float]]  # token ids and their probabilities, the most likely first
+
+
+@dataclass
+class Details:
+    """
+    What a trace with alternatives says more about a round. The alternatives of a slot are its most likely tokens after
+    the request's processors and, however unlikely, those that were drafted and committed there.
+
+    Args:
+        anchor: position of the anchor in the sequence.
+        drafted: all token ids that were drafted; those that `Round.draft` lacks were cut by the scheduler.
+        confidence: of each of them, and of the token that a scheduler stopped at, if one did.
+        drafter: the drafter's alternatives in the slot of each drafted token.
+        target: the target's alternatives in the slots of `Round.draft`, each given the drafts before it, and in the
+            one behind them.
+        token: the id that the round committed last: the target's own, or the draft token that ended the text.
+    """
+
+    anchor: int
+    drafted: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    drafter: list[Alternatives] = field(default_factory=list)
+    target: list[Alternatives] = field(default_factory=list)
+    token: int = -1
+
+    def add_draft(self, draft: torch.Tensor, scores: list[torch.Tensor], confidence: list[float], count: int) -> None:
+        """Note a draft (1, ℓ), the processed scores (1, V) of each token, and `count` alternatives to it."""
+        self.drafted, self.confidence = draft[0].tolist(), confidence
+        self.drafter = [likely(score, count, token) for score, token in zip(scores, self.drafted)]
+
+    def add_verdict(
+        self,
+        input_ids: torch.Tensor,
+        draft: torch.Tensor,
+        accepted: int,
+        logits: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        count: int,
+    ) -> None:
+        """Note what the target said to `draft` (1, ℓ): its logits (1, ℓ + 1, V), and the text (1, length) since."""
+        self.token = int(input_ids[0, -1])
+        text = torch.cat([input_ids[:, : self.anchor + 1], draft], dim=-1)
+        for k in range(logits.shape[1]):
+            scores = logits_processor(text[:, : self.anchor + 1 + k], logits[:, k].clone())
+            here = draft[0, k : k + 1].tolist() + ([self.token] if k == accepted else [])
+            self.target.append(likely(scores, count, *here))
+
+
+def likely(scores: torch.Tensor, count: int, *tokens: int) -> Alternatives:
+    """The `count` most likely tokens by their scores (1, V), and `tokens`."""
+    probabilities = F.softmax(scores[0].float(), dim=-1)
+    found = dict(zip(*(values.tolist() for values in reversed(probabilities.topk(min(count, len(probabilities)))))))
+    found = {token: share for token, share in found.items() if share > 0}
+    found.update({token: probabilities[token].item() for token in tokens if token not in found})
+    return sorted(found.items(), key=lambda pair: -pair[1])
+
+
 @dataclass
 class Round:
     """
@@ -47,11 +107,14 @@ class Round:
     Args:
         draft: the token ids sent to verification.
         confidence: the predicted probability of each to be accepted given that those before it were; empty without a
-            confidence head.
+            confidence head or a calibration that does without.
         accepted: how many were accepted and followed by one more token.
         ended: whether the text ended with an accepted draft token, which `accepted` does not count; nothing was said
             of the drafts behind it.
         seconds: where the time went; in a batch, this row's share.
+        logit: what the confidence head said of each, where a calibration turns that into the confidence; else empty.
+        margin: by how much the likeliest token's logit exceeds the second's, where the calibration reads it.
+        details: more of it, in a trace with alternatives; none of a batch.
         row: whose it is in a batch.
     """
 
@@ -60,6 +123,9 @@ class Round:
     accepted: int = 0
     ended: bool = False
     seconds: Seconds = field(default_factory=Seconds)
+    logit: list[float] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
+    details: Details | None = None
     row: int = 0
 
 
@@ -96,23 +162,19 @@ class Clock:
         setattr(self.seconds, part, getattr(self.seconds, part) + now - self._last)
         self._last = now
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Count nothing of what the block does."""
+        begin = time.perf_counter()
+        yield
+        away = time.perf_counter() - begin
+        self._begin += away
+        self._last += away
 
-def round_of(
-    draft: list[int], confidence: list[float], accepted: int, last: float, seconds: Seconds, row: int = 0
-) -> Round:
-    """The round that ended with the token `last` after so many accepted ones; that token may be a draft itself."""
-    ended = accepted < len(draft) and draft[accepted] == last
-    return Round(draft, confidence[: len(draft)], accepted, ended, seconds, row)
 
-
-@contextmanager
-def trace(drafter: DSparkModel) -> Iterator[list[Round]]:
-    """Collect every round of the `generate()` calls made inside the `with` block; yields the list they go to."""
-    outer, drafter.rounds = drafter.rounds, []
-    try:
-        yield drafter.rounds
-    finally:
-        drafter.rounds = outer
+def trace(drafter: DSparkModel, alternatives: int = 0) -> AbstractContextManager[list[Round]]:
+    """[`DSparkModel.trace`]: collect every round of the `generate()` calls made inside the `with` block."""
+    return drafter.trace(alternatives)
 
 
 def acceptance_length(rounds: list[Round]) -> float:

@@ -80,7 +80,7 @@ def token_likeness(drafter: DSparkModel, target: PreTrainedModel) -> torch.Tenso
 
 def _look_back(attention: Any, frequencies: Any) -> None:
     """Constant parts of queries and keys that are aligned where the key stands `LOOK_BACK` places before the query."""
-    if attention.q_proj.bias is None:
+    if attention.q_proj.bias is None or attention.v_proj is None:  # values made of such keys would say nothing else
         return
     half = attention.head_dim // 2
     used = int((frequencies > SLOWEST).sum())
@@ -92,4 +92,4 @@ def _look_back(attention: Any, frequencies: Any) -> None:
         query[0, :used] = strength * angle.cos()
         query[1, :used] = -strength * angle.sin()
     for norm in (attention.q_norm, attention.k_norm):
-        norm.weight.fill_(SHARPNESS)
+        norm.weight.fill_(SHARPNESS * (attention.head_dim**0.5 * attention.scaling) ** -0.5)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from ..backbone.attention_mask import attention_masks
 from ..modeling_dspark import DSparkModel
 
 
@@ -52,16 +53,6 @@ def packed_positions(anchors: torch.Tensor, block_size: int, context_length: int
     return torch.cat([context, blocks.flatten(1)], dim=1)
 
 
-def packed_mask(anchors: torch.Tensor, block_size: int, context_length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask (R, 1, N * B, T + N * B): a block sees the context before its anchor, and itself."""
-    rows = anchors.repeat_interleave(block_size, dim=1)
-    context = torch.arange(context_length, device=anchors.device) < rows.unsqueeze(-1)
-    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    own = (block.unsqueeze(-1) == block).expand(len(anchors), -1, -1)
-    visible = torch.cat([context, own], dim=-1).unsqueeze(1)
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-
-
 class DSparkObjective(nn.Module):
     """
     `L = w · CE + (1 - w) · TV + BCE(c, 1 - TV)` with slots weighted by `exp(-(k - 1) / position_decay)`.
@@ -74,6 +65,9 @@ class DSparkObjective(nn.Module):
         num_anchors: blocks per sequence and step.
         position_decay: γ_decay; the larger, the more the late slots count (default: half of the block's drafts).
         chunk_size: rows of vocabulary-sized logits in memory at a time.
+
+    Raises:
+        ValueError: the drafter has a candidate selector.
     """
 
     def __init__(
@@ -83,6 +77,11 @@ class DSparkObjective(nn.Module):
         position_decay: float | None = None,
         chunk_size: int = 4096,
     ):
+        if drafter.candidate_selector is not None:
+            raise ValueError(
+                "A drafter with a candidate selector cannot be trained here: its loss would be infinite wherever the "
+                "target's token is no candidate. Train one with `selector_rank=0` and a Markov head."
+            )
         super().__init__()
         self.drafter = drafter
         self.num_anchors = num_anchors
@@ -174,11 +173,19 @@ class DSparkObjective(nn.Module):
     def _block_hidden(self, input_ids: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         block_size, length = self.drafter.config.block_size, input_ids.shape[1]
         tokens = input_ids.gather(1, anchors).unsqueeze(-1)
+        positions = packed_positions(anchors, block_size, length)
+        masks = attention_masks(
+            self.drafter.attention_patterns,
+            block_positions=positions[:, length:],
+            context_positions=positions[:, :length],
+            block_size=block_size,
+            dtype=features.dtype,
+        )
         hidden = self.drafter(
             self.drafter.block_ids(tokens).flatten(1),
             features,
-            position_ids=packed_positions(anchors, block_size, length),
-            attention_mask=packed_mask(anchors, block_size, length, features.dtype),
+            position_ids=positions,
+            attention_mask=masks,
         ).last_hidden_state
         return hidden.unflatten(1, (-1, block_size))
 

@@ -67,6 +67,7 @@ def train_drafter(
     learning_rate: float = 1e-3,
     mask_token_id: int | None = None,
     seed: int = 0,
+    cache: bool = False,
     **config_fields,
 ) -> DSparkModel:
     """
@@ -82,6 +83,7 @@ def train_drafter(
         tokens: how much text to generate without data.
         steps, batch_size, gradient_accumulation, anchors, learning_rate, seed: the training; `anchors` are draft
             blocks per sequence.
+        cache: keep what the target says of the text in `output/target_cache`, so that it runs in the first epoch only.
         mask_token_id: token that fills draft slots (default: a special token that is not in use).
         config_fields: [`DSparkConfig`] fields such as `num_hidden_layers`, `block_size`, `draft_vocab_size`.
     """
@@ -133,7 +135,9 @@ def train_drafter(
         seed=seed,
     )
     initialise(drafter, target, rows[:64]["input_ids"])
-    trainer = DSparkTrainer(drafter, target, arguments, rows, held_out, num_anchors=anchors)
+    trainer = DSparkTrainer(
+        drafter, target, arguments, rows, held_out, anchors, output / "target_cache" if cache else None
+    )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints))
     trainer.evaluate()
     finish(drafter)

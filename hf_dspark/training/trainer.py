@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
 from .objective import DSparkLoss, DSparkObjective
+from .target_cache import TargetCache
 
 FAST = 5  # times the learning rate, for the sequential head and the scale of the base logits
 
@@ -76,7 +78,8 @@ def prune_vocabulary(drafter: DSparkModel, sequences: Iterable[Sequence[int]]) -
 
 class DSparkTrainer(Trainer):
     """
-    [`~transformers.Trainer`] for a drafter whose target is frozen and run in the same step (nothing is cached).
+    [`~transformers.Trainer`] for a drafter whose target is frozen and run in the same step, or read from a cache of
+    what it said in an earlier epoch.
 
     The share of cross-entropy in the loss falls from 1 to the paper's 0.1 over the first half of the training: total
     variation alone hardly moves a drafter that has learned nothing yet.
@@ -86,6 +89,7 @@ class DSparkTrainer(Trainer):
         target: its target, in any dtype, on the drafter's device.
         train_dataset, eval_dataset: sequences of rows with `input_ids`.
         num_anchors: blocks per sequence and step.
+        cache_folder: where a [`TargetCache`] keeps what the target says; by default it is asked every time.
     """
 
     def __init__(
@@ -96,10 +100,13 @@ class DSparkTrainer(Trainer):
         train_dataset: Dataset | Sequence[dict],
         eval_dataset: Dataset | Sequence[dict] | None = None,
         num_anchors: int = 64,
+        cache_folder: str | os.PathLike | None = None,
         **kwargs,
     ):
         drafter.bind(target)
         self.target = target.eval().requires_grad_(False)
+        self.cache_folder = cache_folder
+        self._cache: TargetCache | None = None
         super().__init__(
             model=DSparkObjective(drafter, num_anchors),
             args=args,
@@ -119,6 +126,24 @@ class DSparkTrainer(Trainer):
         """The target's side of [`DSparkObjective.forward`]."""
         drafter = self.drafter
         drafter.bind(self.target)  # a resumed checkpoint may have brought another draft vocabulary
+        if self.cache_folder is None:
+            return self._ask_target(inputs)
+        if self._cache is None:
+            self._cache = TargetCache(self.cache_folder, drafter, self.target)
+        texts = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+        kept = self._cache.read(texts)
+        if kept is None:
+            answer = self._ask_target(inputs)
+            self._cache.write(texts, answer)
+            return answer
+        return {
+            "features": kept["features"].to(drafter.device, drafter.dtype),
+            "target_log_probs": kept["target_log_probs"].to(drafter.device),
+            "target_choice": kept["target_choice"].to(drafter.device, torch.long),
+        }
+
+    def _ask_target(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        drafter = self.drafter
         with TargetTaps(self.target, drafter.config.target_layer_ids) as taps:
             logits = self.target(inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
             features = taps.take(drafter.device, drafter.dtype)

@@ -1,0 +1,58 @@
+"""What the target says of the training text, kept on disk: only the first epoch has to ask it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ..modeling_dspark import DSparkModel
+
+STORED_AS = {"features": torch.bfloat16, "target_log_probs": torch.float16, "target_choice": torch.int32}
+
+
+class TargetCache:
+    """
+    Features, log-probabilities and choices of the target, one file per text; a text is known by its token ids.
+
+    A token takes two bytes for each tapped number and each token of the draft vocabulary (22 kB with five taps of 576
+    and 8,192 tokens).
+
+    Args:
+        folder: where the files are, in a folder for each target, choice of taps and draft vocabulary.
+        drafter: the drafter that is trained.
+        target: its target.
+    """
+
+    def __init__(self, folder: str | os.PathLike, drafter: DSparkModel, target: PreTrainedModel):
+        about = hashlib.sha256(f"{target.config.to_json_string()}{drafter.config.target_layer_ids}".encode())
+        if (ids := drafter.draft_token_ids) is not None:
+            about.update(ids.cpu().numpy().tobytes())
+        self.folder = Path(folder) / about.hexdigest()[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _file(self, text: torch.Tensor) -> Path:
+        return self.folder / f"{hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]}.safetensors"
+
+    def read(self, texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Tensors (R, T, ...) of the texts, right-padded, in the types they are kept in; `None` if one is missing."""
+        files = [self._file(text) for text in texts]
+        if not all(file.exists() for file in files):
+            return None
+        entries = [load_file(file) for file in files]
+        return {name: pad_sequence([entry[name] for entry in entries], batch_first=True) for name in STORED_AS}
+
+    def write(self, texts: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+        """Keep `tensors` (R, T, ...) of the texts."""
+        for i, text in enumerate(texts):
+            entry = {name: tensors[name][i, : len(text)].to("cpu", dtype) for name, dtype in STORED_AS.items()}
+            file = self._file(text)
+            scratch = file.with_suffix(f".{os.getpid()}.tmp")
+            save_file({name: tensor.contiguous() for name, tensor in entry.items()}, scratch)
+            os.replace(scratch, file)
