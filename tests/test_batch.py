@@ -120,25 +120,34 @@ def test_prompts_of_the_same_length_without_a_mask():
     check(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
-@pytest.mark.parametrize("from_anchor", [True, False])
-def test_random_drafters(head, from_anchor):
-    """Batched drafts are those of one row at a time."""
+def check_drafts(**fields):
+    """Batched drafts and confidences are those of one row at a time."""
     target = tiny_target("gemma3_text")  # whose texts repeat themselves, so that random drafts are right at times
-    fields = {"markov_head_type": head} if head else {"markov_rank": 0}
-    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **fields)
+    drafter = tiny_drafter(target, **fields)
     inputs = batch(9, 4, 16)
     with trace(drafter) as rounds:
         out = target.generate(**inputs, assistant_model=drafter, max_new_tokens=15, do_sample=False, pad_token_id=PAD)
     for row, length in enumerate((9, 4, 16)):
         with trace(drafter) as alone:
-            text = target.generate(
-                prompt(length, seed=length), assistant_model=drafter, max_new_tokens=15, do_sample=False
-            )
+            text = target.generate(**batch(length), assistant_model=drafter, max_new_tokens=15, do_sample=False)
         assert out[row, -length - 15 :].tolist() == text[0].tolist()
-        assert [one.draft for one in rounds if one.row == row] == [one.draft for one in alone]
-        for one, other in zip((one for one in rounds if one.row == row), alone):
+        mine = [one for one in rounds if one.row == row]
+        assert [one.draft for one in mine] == [one.draft for one in alone]
+        for one, other in zip(mine, alone):
             assert one.confidence == pytest.approx(other.confidence, abs=1e-4)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_random_drafters(head, from_anchor):
+    fields = {"markov_head_type": head} if head else {"markov_rank": 0}
+    check_drafts(sample_from_anchor=from_anchor, **fields)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_drafters_with_windows(causal):
+    kinds = ["sliding_attention", "full_attention"]
+    check_drafts(layer_types=kinds, sliding_window=6, causal_in_block=causal)
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 6])
@@ -319,7 +328,7 @@ def test_memory_grows_with_tokens_not_with_rounds():
 # Sampling
 
 
-def transition_pvalues(target, drafter, rows=3, tokens=450, temperature=1.0, **arguments) -> list[float]:
+def transition_pvalues(target, drafter, rows=2, tokens=450, temperature=1.0, **arguments) -> list[float]:
     """By row, the chi-square of its transitions against the target's exact conditional distributions."""
     vocabulary = target.config.vocab_size
     with torch.no_grad():
