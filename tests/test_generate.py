@@ -356,10 +356,6 @@ def refused(target, drafter, match, **arguments):
         target.generate(ids, assistant_model=drafter, max_new_tokens=4, **arguments)
 
 
-def test_batches_are_refused(target, drafter):
-    refused(target, drafter, "one sequence at a time", ids=prompt(5).repeat(2, 1))
-
-
 def test_no_cache_is_refused(target, drafter):
     refused(target, drafter, "use_cache=True", use_cache=False)
 

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..heads import top_2_margin
 from ..modeling_dspark import DSparkModel
 from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
+from .draft_block import DraftBlock, over_vocabulary
 from .draft_context import DraftContext
 from .trace import Clock, Details, Round
 
@@ -80,7 +80,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.device = drafter.device
-        self.draft_token_ids = drafter.draft_token_ids
         self.context = context
         self.scheduler = scheduler
         self.logits_processor = logits_processor
@@ -109,83 +108,41 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
-        drafter, head = self.drafter, self.drafter.sequential_head
-        hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
-        slots, state = hidden.unbind(1), None
-        if head is not None:
-            state = head.initial_state(slots[0])
-        if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
-            if head is not None:
-                _, state = head.step(self._embedding(input_ids), slots[0], state)
-            slots = slots[1:]
-        base_logits = drafter.base_logits(torch.stack(slots, dim=1))
+        anchor = input_ids[:, -1].to(self.device)
+        block = DraftBlock(self.drafter, self.context.block_hidden(anchor[:, None]), anchor)
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
         calibration = self._calibration()
-        for k, h in enumerate(slots[:limit]):
-            embedding, logits = None if head is None else self._embedding(input_ids), None
-            if calibration is not None and calibration.reads_margin:
-                logits, state = self._slot_logits(base_logits[:, k], h, embedding, state)
-            if not self.scheduler.admits(k, self._confidence(calibration, k, h, embedding, logits)):
+        for k in range(limit):
+            block.advance(input_ids[:, -1].to(self.device))
+            if not self.scheduler.admits(k, self._confidence(calibration, k, block)):
                 break
-            if logits is None:
-                logits, state = self._slot_logits(base_logits[:, k], h, embedding, state)
-            token, score = self._choose(input_ids, logits)
+            token, score = self._choose(input_ids, block.logits())
             if token is None:
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
         if self._details is not None:
             with self.clock.stopped():
-                self._details.add_draft(input_ids[:, start:], scores, self._confidences, drafter.alternatives)
+                self._details.add_draft(input_ids[:, start:], scores, self._confidences, self.drafter.alternatives)
         if not self.do_sample:
             input_ids = input_ids[:, : start + self.scheduler.keep(len(scores))]
         self.clock.lap("head")
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
-    def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """e of the last token, (1, rank)."""
-        return self.drafter.sequential_head.embed(input_ids[:, -1].to(self.device))
-
-    def _slot_logits(
-        self,
-        base_logits: torch.Tensor,
-        hidden: torch.Tensor,
-        embedding: torch.Tensor | None,
-        state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits (1, V_d) that a slot's token is drawn from, and the sequential head's next state."""
-        head = self.drafter.sequential_head
-        if head is None:
-            return base_logits, state
-        feature, state = head.step(embedding, hidden, state)
-        return head.logits(base_logits, feature), state
-
     def _calibration(self) -> Calibration | None:
         """How confidences are worked out, if somebody reads them: on an accelerator each costs a wait."""
         is_read = self.scheduler.reads_confidence or self.drafter.rounds is not None
         return self.drafter.calibration(self.do_sample) if is_read else None
 
-    def _confidence(
-        self,
-        calibration: Calibration | None,
-        slot: int,
-        hidden: torch.Tensor,
-        embedding: torch.Tensor | None,
-        logits: torch.Tensor | None,
-    ) -> float | None:
-        """c_k, before x_k is drawn; `logits` are those of the slot, if the calibration reads their margin."""
+    def _confidence(self, calibration: Calibration | None, slot: int, block: DraftBlock) -> float | None:
+        """c_k, before x_k is drawn."""
         if calibration is None:
             return None
         is_traced = self.drafter.rounds is not None and calibration.method != "head"
-        head = self.drafter.confidence_head
-        known = {}
-        if calibration.reads_logit or (is_traced and head is not None):
-            known["logit"] = head(hidden, embedding)
-        if calibration.reads_margin:
-            known["margin"] = top_2_margin(logits)
+        known = block.read(calibration, and_logit=is_traced)
         confidence = calibration(slot, **known).sigmoid().item()
         self._confidences.append(confidence)
         if is_traced:
@@ -195,11 +152,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
-        logits = logits.to(input_ids.device, torch.float32)
-        if self.draft_token_ids is not None:
-            logits = logits.new_full((1, self.drafter.config.vocab_size), -torch.inf).index_copy_(
-                1, self.draft_token_ids.to(logits.device), logits
-            )
+        logits = over_vocabulary(self.drafter, logits.to(input_ids.device, torch.float32))
         scores = self.logits_processor(input_ids, logits)
         if not torch.isfinite(scores.max()):
             return None, scores

@@ -36,6 +36,10 @@ class Seconds:
     def total(self) -> float:
         return self.draft + self.head + self.verify + self.rest
 
+    def share(self, rows: int) -> Seconds:
+        """What of this one of so many rows takes."""
+        return Seconds(self.draft / rows, self.head / rows, self.verify / rows, self.rest / rows)
+
 
 Alternatives = list[tuple[int, float]]  # token ids and their probabilities, the most likely first
 
@@ -107,10 +111,11 @@ class Round:
         accepted: how many were accepted and followed by one more token.
         ended: whether the text ended with an accepted draft token, which `accepted` does not count; nothing was said
             of the drafts behind it.
-        seconds: where the time went.
+        seconds: where the time went; in a batch, this row's share.
         logit: what the confidence head said of each, where a calibration turns that into the confidence; else empty.
         margin: by how much the likeliest token's logit exceeds the second's, where the calibration reads it.
-        details: more of it, in a trace with alternatives.
+        details: more of it, in a trace with alternatives; none of a batch.
+        row: whose it is in a batch.
     """
 
     draft: list[int]
@@ -121,6 +126,7 @@ class Round:
     logit: list[float] = field(default_factory=list)
     margin: list[float] = field(default_factory=list)
     details: Details | None = None
+    row: int = 0
 
 
 class Clock:

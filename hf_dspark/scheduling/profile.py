@@ -166,18 +166,20 @@ class Entry:
         times = np.maximum.accumulate([cell.time.median for cell in cells])
         return float(_within([cell.rows for cell in cells], times, rows))
 
-    def round_costs(self, num_draft_tokens: int, depth: int = 0) -> RoundCosts:
+    def round_costs(self, num_draft_tokens: int, depth: int = 0, rows: int = 1) -> RoundCosts:
         """
-        What a scheduler needs to know for one sequence.
+        What a scheduler needs to know for one sequence, or for several together.
 
         Args:
-            num_draft_tokens: γ, the most that a round verifies.
+            num_draft_tokens: γ, the most that a round verifies of a sequence.
             depth: length of the context.
+            rows: R, the sequences.
         """
-        curve = self._curve(1, depth)
-        verify = [float(_within(self._widths, curve, 1 + drafts)) for drafts in range(num_draft_tokens + 1)]
+        curve = self._curve(rows, depth)
+        widths = (1 + drafts / rows for drafts in range(rows * num_draft_tokens + 1))
+        verify = [float(_within(self._widths, curve, width)) for width in widths]
         return RoundCosts(
-            draft=self.draft_seconds(),
+            draft=self.draft_seconds(rows),
             verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
             overhead=self.overhead.median,
             spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
