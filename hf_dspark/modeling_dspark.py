@@ -32,6 +32,7 @@ from .configuration_dspark import DSparkConfig
 from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
 from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
+from .scheduling.experience import Experience
 from .scheduling.profile import HardwareProfile
 
 logger = logging.get_logger(__name__)
@@ -108,6 +109,7 @@ class DSparkModel(PreTrainedModel):
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
         self.alternatives = 0  # how many likely tokens of every slot it collects, too
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
+        self._experience: dict[tuple[bool, bool], Experience] = {}
         self.hardware_profile: HardwareProfile | None = None
         self.post_init()
 
@@ -346,6 +348,7 @@ class DSparkModel(PreTrainedModel):
             elif name in self._shared:  # the checkpoint's own, which equalled another target's
                 self._shared[name] = own.to(self.device, self.dtype)
         self._bound_to = (weakref.ref(target), state)
+        self._experience.clear()
 
     @staticmethod
     def _weight_of(module: nn.Embedding | nn.Linear) -> torch.Tensor:
@@ -388,6 +391,10 @@ class DSparkModel(PreTrainedModel):
             yield self.rounds
         finally:
             self.rounds, self.alternatives = outer
+
+    def experience(self, do_sample: bool, batched: bool = False) -> Experience:
+        """What earlier requests with the same target taught, apart for greedy and sampled ones, and for batches."""
+        return self._experience.setdefault((do_sample, batched), Experience(self.config.num_draft_tokens))
 
     def calibration(self, do_sample: bool) -> Calibration | None:
         """

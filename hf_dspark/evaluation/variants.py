@@ -58,7 +58,7 @@ def head_off(drafter: DSparkModel) -> Iterator[dict]:
     """The drafter without sequential and confidence heads, as DFlash would draft; otherwise as configured."""
     with (
         _replaced(drafter, markov_head=None, candidate_selector=None, confidence_head=None),
-        _replaced(drafter, hardware_profile=_calibrated(drafter, {})),
+        _replaced(drafter, hardware_profile=_calibrated(drafter, {}), _experience={}),
         _replaced(drafter.generation_config, assistant_confidence_threshold=None),
     ):
         yield {"assistant_model": drafter}

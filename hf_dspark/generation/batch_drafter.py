@@ -40,7 +40,9 @@ def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, depth: int) -> Bat
     """
     scheduler = scheduler_of(drafter, do_sample)
     if isinstance(scheduler, HardwareAware):
-        return HardwareAwareBatch(costs_by_rows(drafter, depth), scheduler.length, do_sample)
+        return HardwareAwareBatch(
+            costs_by_rows(drafter, depth), scheduler.length, do_sample, drafter.experience(do_sample, batched=True)
+        )
     return EachRow(scheduler)
 
 

@@ -46,7 +46,7 @@ def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
             )
         return ConfidenceThreshold(threshold, length)
     if config.num_assistant_tokens is None and drafter.round_costs is not None:
-        return HardwareAware(drafter.round_costs, length, do_sample)
+        return HardwareAware(drafter.round_costs, length, do_sample, drafter.experience(do_sample))
     return FixedLength(length)
 
 

@@ -8,9 +8,8 @@ from functools import cache
 import numpy as np
 
 from .costs import RoundCosts
+from .experience import Experience
 from .hardware_aware import check
-from .ledger import Ledger
-from .outlook import Outlook
 from .schedulers import Scheduler
 
 
@@ -90,6 +89,7 @@ class HardwareAwareBatch(BatchScheduler):
         costs: what the parts of a round take, by the number of rows.
         length: at most so many tokens a row and round.
         do_sample: whether draft tokens are drawn, so that the causal rule binds.
+        experience: of earlier batches, which this one adds to.
 
     Raises:
         ValueError: the costs do not reach as far as `length`, or are no times.
@@ -97,13 +97,20 @@ class HardwareAwareBatch(BatchScheduler):
 
     reads_confidence = True
 
-    def __init__(self, costs: Callable[[int], RoundCosts], length: int, do_sample: bool):
+    def __init__(
+        self,
+        costs: Callable[[int], RoundCosts],
+        length: int,
+        do_sample: bool,
+        experience: Experience | None = None,
+    ):
         check(costs(1), length)
         self.costs = cache(costs)
         self.length = length
         self.do_sample = do_sample
-        self._ledger = Ledger()
-        self._outlook = Outlook(length)
+        experience = experience or Experience(length)
+        experience.begin_request()
+        self._ledger, self._outlook = experience.ledger, experience.outlook
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         rows, costs, price = len(rooms), self.costs(len(rooms)), self._ledger.price

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from .costs import RoundCosts
-from .ledger import Ledger
-from .outlook import Outlook
+from .experience import Experience
 from .schedulers import Scheduler
 
 
@@ -62,6 +61,7 @@ class HardwareAware(Scheduler):
         costs: what the parts of a round take.
         length: at most so many tokens a round.
         do_sample: whether draft tokens are drawn, so that the causal rule binds.
+        experience: of earlier requests, which this one adds to.
 
     Raises:
         ValueError: `costs` do not reach as far as `length`, or are no times.
@@ -69,14 +69,15 @@ class HardwareAware(Scheduler):
 
     reads_confidence: ClassVar[bool] = True
 
-    def __init__(self, costs: RoundCosts, length: int, do_sample: bool):
+    def __init__(self, costs: RoundCosts, length: int, do_sample: bool, experience: Experience | None = None):
         check(costs, length)
         self.length = length
         self.costs = costs
         self.do_sample = do_sample
         self.plain = costs.overhead + costs.verify[0]  # seconds of a round without draft
-        self._ledger = Ledger()
-        self._outlook = Outlook(length)
+        experience = experience or Experience(length)
+        experience.begin_request()
+        self._ledger, self._outlook = experience.ledger, experience.outlook
         self.limit(0)
 
     @property

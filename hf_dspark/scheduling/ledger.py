@@ -41,6 +41,11 @@ class Ledger:
         """What a drafted round costs here and now, against the profile, if a plain round costs what it says."""
         return math.exp(self._log_price.value)
 
+    def forgive(self) -> None:
+        """Begin a request: debts are dropped, and no round is the one before."""
+        self.credit = max(self.credit, 0.0)
+        self._last_round = None
+
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
         compare = self._drafted_in_a_row >= self._compare_after and self.speedup < PRICES[1]
