@@ -421,7 +421,7 @@ def test_requests_teach_those_that_follow_until_the_target_changes(target, draft
     learned = expected()
     assert learned != new
     target.generate(prompt(7), assistant_model=drafter, max_new_tokens=25, do_sample=False)
-    assert abs(expected() - new) > abs(learned - new), "more of the same"
+    assert expected() != learned, "what a request alone teaches is what the first one did"
     assert drafter.experience(do_sample=True).outlook.mean(0) == new, "sampling is another matter"
     drafter.bind(tiny_target("llama", seed=1))
     assert expected() == new
