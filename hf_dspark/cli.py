@@ -355,6 +355,9 @@ def profile(
         Path | None,
         typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
     ] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once, besides one; may be repeated (default: 2, 4).")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw rounds per second into this image file.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
@@ -375,7 +378,9 @@ def profile(
     model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
         with rich.get_console().status("Measuring, a minute or two ..."):
-            entry = profiler.profile(model, draft_model, [prompt_ids(tokenizer, prompt) for prompt in PROMPTS])
+            texts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
+            together = sorted({1, *rows}) if rows else profiler.ROWS
+            entry = profiler.profile(model, draft_model, texts, together)
         kept = known or draft_model.hardware_profile or HardwareProfile()
         kept.add(entry)
         written = kept.save(output)
