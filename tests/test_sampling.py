@@ -245,8 +245,8 @@ def test_wrong_scores_of_a_selector_are_caught(monkeypatch):
 class OwnProbability(DSparkCandidateGenerator):
     """Wrong: how far to trust a slot depends on how likely the token is that was drawn for it."""
 
-    def _confidence(self, calibration, slot, hidden, embedding, logits):
-        q = logits.softmax(-1)
+    def _confidence(self, calibration, slot, block):
+        q = block.logits().softmax(-1)
         self._drawn = torch.multinomial(q, num_samples=1)
         mine = q.gather(-1, self._drawn)
         return calibration(slot, margin=mine.logit()).sigmoid().item()
