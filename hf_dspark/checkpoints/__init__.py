@@ -2,7 +2,8 @@
 Public checkpoint formats, one module each: config fields and tensor names in, `DSparkConfig` fields out.
 
 A format has a `NAME`, and says which configs are its own (`recognises`), what `DSparkConfig` fields they mean
-(`translate`), and what a [`DSparkModel`] calls their tensors (`tensor_name`).
+(`translate`), and what a [`DSparkModel`] calls their tensors (`tensor_name`). Those of `WRITERS` also give a config
+(`write_config`), the tables that go with it (`tables`), and tensors (`write_tensors`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from ..configuration_dspark import DSparkConfig
 from . import (
     deepspec,
     dflash2,
@@ -33,7 +35,20 @@ from . import (
 )
 from .translation import DROPPED, Shapes
 
-__all__ = ["DROPPED", "FORMATS", "Checkpoint", "format_of", "is_drafter", "read_config", "tensor_shapes"]
+__all__ = [
+    "DROPPED",
+    "FORMATS",
+    "NATIVE",
+    "WRITERS",
+    "Checkpoint",
+    "config_dict",
+    "format_of",
+    "is_drafter",
+    "read_config",
+    "tensor_shapes",
+    "weight_files",
+    "writer",
+]
 
 # The first that recognises a config is the one; several share an architecture's name.
 FORMATS: tuple[Any, ...] = (
@@ -58,6 +73,12 @@ FORMATS: tuple[Any, ...] = (
     unsupported.OTHER_LAYERS,
     unsupported.DEEPSEEK_V4,
 )
+NATIVE = "native"
+# What writes drafters for other frameworks, by their draft layers.
+WRITERS: dict[str, dict[str, Any]] = {
+    "deepspec": {"qwen3": deepspec, "gemma4": gemma4},
+    "speculators": {"qwen3": speculators, "dflash2": dflash2},
+}
 # Element types of plain weights and token maps; weights in any other come with scales.
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -78,7 +99,7 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike, **hub_arguments):
         self.path = path
-        self.config = _config_dict(path, **hub_arguments)
+        self.config = config_dict(path, **hub_arguments)
         if not self.config:
             raise OSError(
                 f"{path} has no config.json; if the drafter is in a folder within it, name that as `subfolder`."
@@ -131,6 +152,23 @@ def format_of(config: dict) -> Any:
     return next((checkpoint_format for checkpoint_format in FORMATS if checkpoint_format.recognises(config)), None)
 
 
+def writer(name: str, config: DSparkConfig) -> Any:
+    """
+    What writes a drafter in the format of that name, one of `WRITERS`.
+
+    Raises:
+        ValueError: there is no such format, or it has no layers of this drafter's kind.
+    """
+    if name not in WRITERS:
+        raise ValueError(f"{name!r} is no format to write; there are {', '.join((NATIVE, *WRITERS))}.")
+    if config.backbone not in WRITERS[name]:
+        raise ValueError(
+            f"The {name} format has no draft layers of {config.backbone}'s kind, only those of "
+            f"{' and '.join(WRITERS[name])}."
+        )
+    return WRITERS[name][config.backbone]
+
+
 def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
     """`DSparkConfig` fields of the checkpoint at `path`; errors as for [`Checkpoint`] and its `translate`."""
     return Checkpoint(path, **hub_arguments).translate()
@@ -138,7 +176,7 @@ def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
 
 def is_drafter(path: str | os.PathLike, **hub_arguments) -> bool:
     """Whether `path` holds a drafter in a known format, be it one that is refused."""
-    return format_of(_config_dict(path, **hub_arguments)) is not None
+    return format_of(config_dict(path, **hub_arguments)) is not None
 
 
 def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> Shapes:
@@ -149,15 +187,33 @@ def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> Shapes:
         OSError: there are no safetensors files.
         ValueError: one is damaged, or holds quantised weights.
     """
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_arguments)
-    files = [SAFE_WEIGHTS_NAME] if index is None else _shards(index)
     shapes: Shapes = {}
-    for name in files:
-        shapes |= _header(cached_file(path, name, **hub_arguments))
+    for file in weight_files(path, **hub_arguments):
+        shapes |= _header(file)
     return shapes
 
 
-def _config_dict(path: str | os.PathLike, **hub_arguments) -> dict:
+def weight_files(path: str | os.PathLike, **hub_arguments) -> list[str]:
+    """
+    The safetensors files of a checkpoint.
+
+    Raises:
+        OSError: there are none.
+        ValueError: their index is damaged.
+    """
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+    names = [SAFE_WEIGHTS_NAME] if index is None else _shards(index)
+    return [cached_file(path, name, **hub_arguments) for name in names]
+
+
+def config_dict(path: str | os.PathLike, **hub_arguments) -> dict:
+    """
+    config.json, empty if there is none.
+
+    Raises:
+        OSError: there is no such folder or repository.
+        ValueError: it is no JSON object.
+    """
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, **hub_arguments)
     except (TypeError, AttributeError, RecursionError) as error:
