@@ -135,7 +135,7 @@ class DSparkModel(PreTrainedModel):
             config, kwargs = DSparkConfig.from_dict(checkpoint.translate(), return_unused_kwargs=True, **kwargs)
             if dtype is not None:
                 kwargs["dtype"] = dtype
-        cls._check_tensors(config, checkpoint)
+        cls.check_tensors(config, checkpoint)
         kwargs |= {"use_safetensors": True, "key_mapping": checkpoint.key_mapping or None}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -157,9 +157,18 @@ class DSparkModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
-        with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+    def check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
+        """
+        Raises:
+            ValueError: the checkpoint has other tensors than a drafter of that config.
+        """
+        try:
+            with torch.device("meta"):
+                expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(
+                f"The drafter that the config of {checkpoint.path} describes cannot be: {error}"
+            ) from error
         found = checkpoint.tensors
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]

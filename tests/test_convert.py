@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import GOLDEN, tiny_drafter, tiny_target
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from conftest import tiny_drafter, tiny_target
 from safetensors.torch import load_file
-from test_formats import DFLASH2, GEMMA4, PLAIN, SLIDING, WRITTEN, draft_logits, lively, load, write
+from test_formats import DFLASH2, GEMMA4, PLAIN, SLIDING, draft_logits, lively, load
 from transformers import PreTrainedModel
-from typer.testing import CliRunner
 
-from hf_dspark import DSparkConfig, DSparkModel
-from hf_dspark.checkpoints import Checkpoint, format_of, writer
-from hf_dspark.cli import app
+from hf_dspark import DSparkConfig
+from hf_dspark.checkpoints import writer
 
 OF_THE_ROW = {**SLIDING, "causal_in_block": [True, False]}
 OF_THE_ANCHOR = {**OF_THE_ROW, "sliding_window_from": "anchor"}

@@ -44,6 +44,7 @@ __all__ = [
     "config_dict",
     "format_of",
     "is_drafter",
+    "obstacle",
     "read_config",
     "tensor_shapes",
     "weight_files",
@@ -167,6 +168,17 @@ def writer(name: str, config: DSparkConfig) -> Any:
             f"{' and '.join(WRITERS[name])}."
         )
     return WRITERS[name][config.backbone]
+
+
+def obstacle(name: str, config: DSparkConfig) -> str | None:
+    """Why a drafter cannot be written in the format of that name, even given its target; `None` if it can."""
+    if config.input_embedding_scale is None:  # the target says
+        config = DSparkConfig.from_dict(config.to_dict() | {"input_embedding_scale": 1.0})
+    try:
+        writer(name, config).write_config(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def read_config(path: str | os.PathLike, **hub_arguments) -> dict:
