@@ -59,27 +59,19 @@ def _architecture(config: DSparkConfig) -> Iterator[tuple[str, str]]:
     layers = config.num_target_layers or f"at least {config.target_layer_ids[-1] + 1}"
     yield "made for", config.base_model or "a target it does not name"
     yield "target's size", f"{layers} layers, hidden size {config.target_hidden_size}, {config.vocab_size:,} tokens"
-    ids = ", ".join("embeddings" if i < 0 else str(i) for i in config.target_layer_ids)
-    yield (
-        "layers it reads",
-        f"outputs of {ids}; hidden_states[{', '.join(str(i + 1) for i in config.target_layer_ids)}]",
-    )
+    outputs = ", ".join("embeddings" if i < 0 else str(i) for i in config.target_layer_ids)
+    hidden_states = ", ".join(str(i + 1) for i in config.target_layer_ids)
+    yield "layers it reads", f"the outputs of {outputs}; in hidden_states, {hidden_states}"
     slots = "anchor-first: slot k drafts the token k + 1 places behind the anchor"
     if not config.sample_from_anchor:
         slots = "1 + N: slot k drafts the token k places behind the anchor, slot 0 none"
-    yield (
-        "block",
-        f"{config.block_size} rows, {config.num_draft_tokens} drafts; {slots}; mask token {config.mask_token_id}",
-    )
+    yield "block", f"{config.block_size} rows, {config.num_draft_tokens} drafts; {slots}"
+    yield "mask token", str(config.mask_token_id)
     yield "sequential head", _sequential_head(config)
     with_markov = config.confidence_head_with_markov and config.markov_rank > 0
     reads = "hidden state and previous token" if with_markov else "hidden state"
     yield "confidence head", f"of {reads}" if config.enable_confidence_head else "none"
-    pruned = config.draft_vocab_size < config.vocab_size
-    yield (
-        "vocabulary",
-        f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens" if pruned else "all of the target's",
-    )
+    yield "draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
     yield "embeddings", "its own" if config.has_embed_tokens else "the target's"
     yield "output head", "its own" if config.has_lm_head else "the target's"
     heads = f"{config.num_attention_heads} heads over {config.num_key_value_heads} of size {config.head_dim}"
