@@ -9,7 +9,7 @@ from conftest import GOLDEN
 from test_convert import EXPORTED
 from test_formats import PUBLISHED, PUBLISHED_BYTES, SIDE_BY_SIDE, WRITTEN
 
-from hf_dspark.checkpoints import FORMATS, NATIVE, WRITERS, format_of, read_config
+from hf_dspark.checkpoints import FORMATS, NATIVE, WRITERS, format_of, native, read_config
 from hf_dspark.checkpoints.unsupported import Unsupported
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "formats.md"
@@ -38,7 +38,7 @@ a config says and hf_dspark does not know is an error, by name: a wrong reading 
 
 This page is written by `tests/format_matrix.py`, from what the tests try.
 
-| format | the first slot of a block | tried with | verified by | written |
+| format | the first slot of a block | tried with | verified by | written as |
 |---|---|---|---|---|
 {read}
 
@@ -50,16 +50,16 @@ says.
 
 ## Written
 
-`hf-dspark convert` and `drafter.save_pretrained(..., format=)` write whole checkpoints, or nothing where the format cannot
-express a drafter, which is said by name.
+`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or nothing and what it is
+that the format cannot express.
 
 | `--to` | what it can express beside a plain drafter | what goes along | verified by |
 |---|---|---|---|
 {written}
 
 Read back, what was written has the same tensors and a config that computes the same. speculators itself takes the
-embeddings from its verifier, and a whole vocabulary's output head, whatever the checkpoint has; other engines keep a
-checkpoint's own.
+embeddings from its verifier, and a whole vocabulary's output head, whatever the checkpoint has; vLLM keeps those that a
+checkpoint has.
 
 ## Known, and refused
 
@@ -84,7 +84,8 @@ def written() -> list[str]:
     rows = [f"| {NATIVE} | everything that is read | {ALONG[NATIVE]} | round trips with all of the formats above |"]
     for name in WRITERS:
         cases = [fields for form, fields in EXPORTED if form == name]
-        can = [words for field, words in PARTS.items() if any(fields.get(field) for fields in cases)]
+        plain = [fields for fields in cases if "backbone" not in fields]
+        can = [words for field, words in PARTS.items() if any(fields.get(field) for fields in plain)]
         can += [words for kind, words in WITH_BACKBONE.items() if kind in WRITERS[name]]
         how = f"round trips ({len(cases)})"
         how += ", speculators 0.9.0 (tests/interop/speculators_export.py)" if name == "speculators" else ""
@@ -114,11 +115,8 @@ def matrix() -> str:
         how += [SIDE_BY_SIDE[found.NAME]] if found.NAME in SIDE_BY_SIDE else []
         how += [f"written in that layout ({len(cases)})"] if cases else ["round trips"]
         slot = " or ".join("used" if used else "unused" for used in sorted(slots.get(found.NAME, {True, False})))
-        to = (
-            [NATIVE]
-            if found.NAME == "hf_dspark"
-            else [n for n, writers in WRITERS.items() if found in writers.values()]
-        )
+        to = [name for name, modules in WRITERS.items() if found in modules.values()]
+        to = [NATIVE] if found is native else to
         read.append(f"| {found.NAME} | {slot} | {', '.join(tried)} | {', '.join(how)} | {', '.join(to)} |")
     published = len(PUBLISHED) + len(PUBLISHED_BYTES)
     return TEXT.format(

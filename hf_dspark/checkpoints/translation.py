@@ -245,7 +245,10 @@ def turns_part_of_heads(config: DSparkConfig) -> bool:
 
 def heads_fields(config: DSparkConfig) -> dict:
     """What most formats call the heads."""
-    fields = {"markov_rank": config.markov_rank, "enable_confidence_head": config.enable_confidence_head}
+    fields: dict[str, Any] = {
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.enable_confidence_head,
+    }
     if config.markov_rank:
         fields["markov_head_type"] = config.markov_head_type
     return fields | {"confidence_head_with_markov": config.confidence_head_with_markov and config.markov_rank > 0}
