@@ -50,16 +50,16 @@ says.
 
 ## Written
 
-`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or nothing and what it is
-that the format cannot express.
+`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or say what it is that the
+format cannot express.
 
 | `--to` | what it can express beside a plain drafter | what goes along | verified by |
 |---|---|---|---|
 {written}
 
-Read back, what was written has the same tensors and a config that computes the same. speculators itself takes the
-embeddings from its verifier, and a whole vocabulary's output head, whatever the checkpoint has; vLLM keeps those that a
-checkpoint has.
+Read back, what was written has the same tensors and a config that computes the same. speculators itself takes
+embeddings, and a whole vocabulary's output head, from its verifier, whatever a checkpoint has; vLLM keeps a
+checkpoint's own.
 
 ## Known, and refused
 
