@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .backbone.attention_mask import AttentionPattern, attention_patterns
-from .checkpoints import NATIVE, WRITERS, Checkpoint, config_dict, format_of, obstacle, weight_files, writer
+from .checkpoints import NATIVE, WRITERS, Checkpoint, config_dict, format_of, obstacle, writer
 from .configuration_dspark import DSparkConfig
 from .modeling_dspark import DSparkModel
 
@@ -39,14 +39,13 @@ def inspect(path: str | os.PathLike, target: str | os.PathLike | None = None, **
         Checkpoint(path, **hub_arguments)  # which says so
     rows = {"format": str(found.NAME)}
     try:
-        checkpoint = Checkpoint(path, **hub_arguments)
+        checkpoint = Checkpoint(path, download=False, **hub_arguments)
         config = DSparkConfig.from_dict(checkpoint.translate())
         DSparkModel.check_tensors(config, checkpoint)
     except ValueError as error:
         return rows | {RUNS: f"no: {error}"}
-    size = sum(os.path.getsize(file) for file in weight_files(path, **hub_arguments))
     count = sum(math.prod(shape) for name, shape in checkpoint.tensors.items() if name != "d2t")
-    rows |= {"size": f"{count:,} parameters, {size:,} bytes", **dict(_architecture(config))}
+    rows |= {"size": f"{count:,} parameters, {checkpoint.size:,} bytes", **dict(_architecture(config))}
     for name in WRITERS:
         rows[f"as {name}"] = _writable(name, config)
     rows[RUNS] = "yes"

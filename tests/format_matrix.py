@@ -50,8 +50,8 @@ says.
 
 ## Written
 
-`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or say what it is that the
-format cannot express.
+`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or say what it is that
+the format cannot express.
 
 | `--to` | what it can express beside a plain drafter | what goes along | verified by |
 |---|---|---|---|

@@ -14,6 +14,8 @@ import re
 from pathlib import PurePath
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -47,7 +49,6 @@ __all__ = [
     "obstacle",
     "read_config",
     "tensor_shapes",
-    "weight_files",
     "writer",
 ]
 
@@ -91,6 +92,7 @@ class Checkpoint:
 
     Args:
         path: a folder or a Hub repository.
+        download: whether to fetch weights from the Hub, or no more of them than the headers.
         hub_arguments: `revision`, `token` and so on.
 
     Raises:
@@ -98,7 +100,7 @@ class Checkpoint:
         ValueError: no known format, or files that are damaged.
     """
 
-    def __init__(self, path: str | os.PathLike, **hub_arguments):
+    def __init__(self, path: str | os.PathLike, download: bool = True, **hub_arguments):
         self.path = path
         self.config = config_dict(path, **hub_arguments)
         if not self.config:
@@ -123,7 +125,8 @@ class Checkpoint:
             )
         self.tensors: Shapes = {}  # by the names that a DSparkModel has
         self.renamed: dict[str, str] = {}  # names in the files, where they are others
-        for theirs, shape in tensor_shapes(path, **hub_arguments).items():
+        shapes, self.size = _read_headers(path, download, **hub_arguments)  # the size in bytes
+        for theirs, shape in shapes.items():
             ours = self.format.tensor_name(theirs)
             if ours is None:
                 continue
@@ -199,23 +202,44 @@ def tensor_shapes(path: str | os.PathLike, **hub_arguments) -> Shapes:
         OSError: there are no safetensors files.
         ValueError: one is damaged, or holds quantised weights.
     """
-    shapes: Shapes = {}
-    for file in weight_files(path, **hub_arguments):
-        shapes |= _header(file)
-    return shapes
+    return _read_headers(path, True, **hub_arguments)[0]
 
 
-def weight_files(path: str | os.PathLike, **hub_arguments) -> list[str]:
-    """
-    The safetensors files of a checkpoint.
-
-    Raises:
-        OSError: there are none.
-        ValueError: their index is damaged.
-    """
+def _read_headers(path: str | os.PathLike, download: bool, **hub_arguments) -> tuple[Shapes, int]:
+    """Shapes of all tensors, and the bytes of the files that they are in."""
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub_arguments)
-    names = [SAFE_WEIGHTS_NAME] if index is None else _shards(index)
-    return [cached_file(path, name, **hub_arguments) for name in names]
+    shapes: Shapes = {}
+    size = 0
+    for name in [SAFE_WEIGHTS_NAME] if index is None else _shards(index):
+        file = (cached_file if download else _if_here)(path, name, **hub_arguments)
+        header, length = _header(file) if file else _header_on_hub(str(path), name, **hub_arguments)
+        shapes |= header
+        size += length
+    return shapes, size
+
+
+def _if_here(path: str | os.PathLike, name: str, **hub_arguments) -> str | None:
+    """Where a file is, if it is in a folder or has been fetched before."""
+    return cached_file(
+        path,
+        name,
+        **{**hub_arguments, "local_files_only": True},
+        _raise_exceptions_for_missing_entries=os.path.isdir(path),
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
+def _header_on_hub(
+    repository: str, name: str, revision: str | None = None, subfolder: str = "", token: Any = None, **others
+) -> tuple[Shapes, int]:
+    try:
+        found = HfApi(token=token).parse_safetensors_file_metadata(
+            repository, str(PurePath(subfolder, name)), revision=revision
+        )
+    except (SafetensorsParsingError, NotASafetensorsRepoError) as error:
+        raise ValueError(f"{name} of {repository} is not a safetensors file: {error}") from error
+    entries = {key: vars(tensor) for key, tensor in found.tensors.items()}
+    return _checked(f"{name} of {repository}", entries)
 
 
 def config_dict(path: str | os.PathLike, **hub_arguments) -> dict:
@@ -248,26 +272,35 @@ def _shards(index: str) -> list[str]:
     raise ValueError(f"{index} names files other than safetensors files beside it: {sorted(names)}.")
 
 
-def _header(path: str) -> Shapes:
+def _header(path: str) -> tuple[Shapes, int]:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is not a safetensors file, or it is cut short: {error}") from error
+    shapes, end = _checked(path, entries)
+    if 8 + length + end > size:
+        raise ValueError(f"{path} is not a whole safetensors file: {size} bytes of {8 + length + end}.")
+    return shapes, size
+
+
+def _checked(path: str, entries: dict) -> tuple[Shapes, int]:
+    """Shapes and the bytes of the tensors that a header describes, if these are plain ones."""
+    try:
         shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         types = {str(entry["dtype"]) for entry in entries.values()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file, or it is cut short: {error}") from error
-    if 8 + length + end > size:
-        raise ValueError(f"{path} is not a whole safetensors file: {size} bytes of {8 + length + end}.")
     scales = [name for name in shapes if re.search(r"(weight_scale(_\d)?|input_scale|\.scale)$", name)]
     if scales or types - PLAIN_TYPES:
         raise ValueError(
             f"{path} holds quantised weights ({', '.join([*sorted(types - PLAIN_TYPES), *scales[:2]])}), which "
             "hf_dspark does not read: dequantise them to bfloat16 first."
         )
-    return shapes
+    return shapes, end
