@@ -14,12 +14,14 @@ import pytest
 import torch
 from conftest import prompt, tiny_drafter, tiny_target
 from hub_server import TOKEN, hub_server
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load
 from transformers import AutoConfig, AutoModel
 from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import app
+from hf_dspark.inspection import inspect
 from hf_dspark.scheduling.profile import HardwareProfile
 
 NAME = "tester/drafter"
@@ -123,6 +125,20 @@ def loaded_as_config(repo_id):
     return type(AutoConfig.from_pretrained(repo_id)).__name__
 
 
+def inspected(repo_id, **keywords):
+    """What is said of a drafter, and whether its weights were fetched for that."""
+    rows = inspect(repo_id, **keywords)
+    return rows, isinstance(try_to_load_from_cache(repo_id, "model.safetensors", revision=keywords["revision"]), str)
+
+
+def push_converted(repo_id, folder):
+    """Push, convert from there, and say what the tokens to speculate are."""
+    push(repo_id)
+    code, output = run_cli("convert", repo_id, folder, "--to", "speculators")
+    assert code == 0, output
+    return json.loads((folder / "config.json").read_text())["speculators_config"]["proposal_methods"]
+
+
 def run_code(code):
     exec(compile(code, "card", "exec"), {})
 
@@ -130,6 +146,24 @@ def run_code(code):
 def run_cli(*arguments):
     result = CliRunner().invoke(app, list(map(str, arguments)))
     return result.exit_code, result.output
+
+
+# Without and with the weights
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_drafter_on_the_hub_is_inspected_without_its_weights(client, shards):
+    keywords = {} if shards == 1 else {"max_shard_size": "20KB"}
+    client(push, "inspected", {"base_model": "org/target"}, revision=f"in-{shards}", **keywords)
+    rows, fetched = client(inspected, "tester/inspected", revision=f"in-{shards}")
+    assert not fetched
+    assert rows["runs here"] == "yes" and rows["made for"] == "org/target"
+    count = sum(parameter.numel() for parameter in a_drafter().parameters())
+    assert rows["size"].startswith(f"{count:,} parameters")
+
+
+def test_a_drafter_on_the_hub_is_converted(client, tmp_path):
+    assert client(push_converted, NAME, tmp_path / "export")[0]["speculative_tokens"] == 5
 
 
 # Round trips
