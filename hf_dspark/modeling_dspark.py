@@ -228,7 +228,9 @@ class DSparkModel(PreTrainedModel):
         if format != NATIVE:
             if push_to_hub or not (state_dict is None and report is None and license is None):
                 raise ValueError(f"Cards and uploads are for drafters in the {NATIVE} format, this is to be {format}.")
-            return self._export(save_directory, format, kwargs.get("max_shard_size", "50GB"))
+            if kwargs.get("is_main_process", True):
+                self._export(save_directory, format, kwargs.get("max_shard_size", "50GB"))
+            return
         results = None if report is None else hub.read_report(report)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)

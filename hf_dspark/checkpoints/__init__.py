@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -234,7 +234,7 @@ def _header_on_hub(
 ) -> tuple[Shapes, int]:
     try:
         found = HfApi(token=token).parse_safetensors_file_metadata(
-            repository, str(PurePath(subfolder, name)), revision=revision
+            repository, str(PurePosixPath(subfolder, name)), revision=revision
         )
     except (SafetensorsParsingError, NotASafetensorsRepoError) as error:
         raise ValueError(f"{name} of {repository} is not a safetensors file: {error}") from error

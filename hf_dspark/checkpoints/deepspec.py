@@ -58,6 +58,9 @@ def write_config(config: DSparkConfig, target_architectures: Sequence[str] = ())
     """
     config.json of a drafter.
 
+    Args:
+        target_architectures: the target's, for which DeepSpec has no field.
+
     Raises:
         ValueError: DeepSpec cannot express it.
     """
