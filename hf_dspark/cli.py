@@ -237,6 +237,19 @@ def evaluate(
     rich.print(summary(report))
 
 
+def profile_file(drafter: str, output: Path | None) -> tuple:
+    """Where a drafter's hardware profile goes, and the one that is there already or `None`."""
+    from .scheduling.profile import HardwareProfile
+
+    output = output or Path(drafter if Path(drafter).is_dir() else ".")
+    try:
+        return output, HardwareProfile.load(output)
+    except FileNotFoundError:
+        return output, None
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
+
+
 @app.command()
 def view(
     target: Annotated[
@@ -342,6 +355,9 @@ def profile(
         Path | None,
         typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
     ] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once, besides one; may be repeated (default: 2, 4).")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw rounds per second into this image file.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
@@ -358,17 +374,13 @@ def profile(
             raise typer.BadParameter(f"A plot needs {error.name}: pip install 'hf-dspark[report]'.") from error
     dtype_of_both = named_dtype(dtype)
     drafter = drafter or str(DRAFTER)
-    output = output or Path(drafter if Path(drafter).is_dir() else ".")
-    try:
-        known = HardwareProfile.load(output)
-    except FileNotFoundError:
-        known = None
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{error} Move it away first.", param_hint="--output") from error
+    output, known = profile_file(drafter, output)
     model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
         with rich.get_console().status("Measuring, a minute or two ..."):
-            entry = profiler.profile(model, draft_model, [prompt_ids(tokenizer, prompt) for prompt in PROMPTS])
+            texts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
+            together = sorted({1, *rows}) if rows else profiler.ROWS
+            entry = profiler.profile(model, draft_model, texts, together)
         kept = known or draft_model.hardware_profile or HardwareProfile()
         kept.add(entry)
         written = kept.save(output)
@@ -443,6 +455,71 @@ def convert(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(output)
+
+
+@app.command()
+def calibrate(
+    target: Target,
+    prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 256,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found there.")] = None,
+    temperatures: Annotated[
+        Path | None,
+        typer.Option(help="Folder for greedy.json and sample.json, which SGLang and TensorRT-LLM read."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: int = 0,
+) -> None:
+    """Calibrate a drafter's confidences on prompts, into the hardware profile that travels with it."""
+    from .demo import DRAFTER, REPOSITORY
+    from .evaluation import calibrator
+    from .evaluation.prompts import read_sets
+    from .scheduling.calibration import write_temperatures
+    from .scheduling.profile import HardwareProfile
+
+    try:
+        sets = read_sets(prompts, limit)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error
+    dtype_of_both = named_dtype(dtype)
+    drafter = drafter or str(DRAFTER)
+    output, known = profile_file(drafter, output)
+    model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
+    if temperatures is not None and draft_model.confidence_head is None:
+        raise typer.BadParameter("Temperatures are of a confidence head; this drafter has none.")
+    try:
+        report = calibrator.calibrate(
+            model,
+            tokenizer,
+            draft_model,
+            sets,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            target_name=REPOSITORY if target == "smollm2" else name_of(target),
+            drafter_name=name_of(drafter),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    kept = known or draft_model.hardware_profile or HardwareProfile()
+    report.put_into(kept)
+    written = kept.save(output)
+    if json_file is not None:
+        report.save(json_file)
+    for regime, choice in report.regimes.items() if temperatures is not None else ():
+        before, after = (choice.candidates[name].survival_ece for name in ("head", "temperature"))
+        write_temperatures(
+            temperatures / f"{regime}.json", choice.temperatures, ", ".join(sets), choice.rounds, before, after
+        )
+    rich.print(calibrator.summary(report))
+    typer.echo(written)
 
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the drafter.")]

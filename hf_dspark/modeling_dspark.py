@@ -35,7 +35,9 @@ from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .files import write_text, written_together
 from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
+from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
+from .scheduling.experience import Experience
 from .scheduling.profile import HardwareProfile
 
 logger = logging.get_logger(__name__)
@@ -66,7 +68,8 @@ class DSparkModel(PreTrainedModel):
     What it has of its own follows its checkpoint; embeddings and output head that are missing are borrowed from the
     target by [`~DSparkModel.bind`], which `generate()` calls.
 
-    `hardware_profile` says what rounds cost on the devices that were measured, `None` if it came without one.
+    `hardware_profile` says what rounds cost on the devices that were measured, and how confidences are calibrated;
+    `None` if it came without one.
     How much of a draft is verified is what pays on this machine, by a hardware profile. Instead,
     `generation_config.num_assistant_tokens` sets how many tokens are sent to verification a round, and
     `generation_config.assistant_confidence_threshold` stops a draft at the first token whose confidence is lower.
@@ -111,6 +114,7 @@ class DSparkModel(PreTrainedModel):
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
         self.alternatives = 0  # how many likely tokens of every slot it collects, too
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
+        self._experience: dict[tuple[bool, bool], Experience] = {}
         self.hardware_profile: HardwareProfile | None = None
         self.post_init()
 
@@ -149,7 +153,9 @@ class DSparkModel(PreTrainedModel):
         ):
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
         try:
-            model.hardware_profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile = HardwareProfile.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            profile.check_positions(config.num_draft_tokens)
+            model.hardware_profile = profile
         except OSError:  # there is none
             pass
         except ValueError as error:
@@ -394,6 +400,7 @@ class DSparkModel(PreTrainedModel):
             elif name in self._shared:  # the checkpoint's own, which equalled another target's
                 self._shared[name] = own.to(self.device, self.dtype)
         self._bound_to = (weakref.ref(target), state)
+        self._experience.clear()
 
     @staticmethod
     def _weight_of(module: nn.Embedding | nn.Linear) -> torch.Tensor:
@@ -436,6 +443,26 @@ class DSparkModel(PreTrainedModel):
             yield self.rounds
         finally:
             self.rounds, self.alternatives = outer
+
+    def experience(self, do_sample: bool, batched: bool = False) -> Experience:
+        """What earlier requests with the same target taught, apart for greedy and sampled ones, and for batches."""
+        return self._experience.setdefault((do_sample, batched), Experience(self.config.num_draft_tokens))
+
+    def calibration(self, do_sample: bool) -> Calibration | None:
+        """
+        How the confidence of a slot follows from what is known of it, when greedy or sampling: as the hardware profile
+        says, else from the confidence head as it is; `None` for a drafter that has neither.
+
+        Raises:
+            ValueError: the profile's is not for the number of tokens that this drafter drafts.
+        """
+        profile, slots = self.hardware_profile, self.config.num_draft_tokens
+        found = None if profile is None else profile.calibration.get("sample" if do_sample else "greedy")
+        if found is None or (found.reads_logit and self.confidence_head is None):
+            return None if self.confidence_head is None else Calibration.identity(slots)
+        if found.num_draft_tokens != slots:
+            profile.check_positions(slots)
+        return found
 
     # The computation
 

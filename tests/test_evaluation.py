@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from hf_dspark import acceptance_length, trace
 from hf_dspark.cli import app
 from hf_dspark.evaluation import measurement, variants
-from hf_dspark.evaluation.calibration import calibration
 from hf_dspark.evaluation.measurement import GREEDY, StepSizes, answer, evaluate, summarise
 from hf_dspark.evaluation.prompts import check_text, read_prompts, read_sets
+from hf_dspark.evaluation.reliability import reliability_of
 from hf_dspark.evaluation.report import markdown
 from hf_dspark.evaluation.variants import dflash_misfit, variants_for
 from hf_dspark.scheduling.costs import RoundCosts
@@ -29,7 +29,7 @@ runner = CliRunner()
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(measurement, "calibration", partial(calibration, resamples=20))
+    monkeypatch.setattr(measurement, "reliability_of", partial(reliability_of, count=20))
 
 
 @pytest.fixture

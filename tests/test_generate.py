@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 import hf_dspark
 from hf_dspark import DSparkModel, trace
 from hf_dspark.compat import CACHE
+from hf_dspark.scheduling.costs import RoundCosts
 
 
 @pytest.fixture(scope="module")
@@ -356,10 +357,6 @@ def refused(target, drafter, match, **arguments):
         target.generate(ids, assistant_model=drafter, max_new_tokens=4, **arguments)
 
 
-def test_batches_are_refused(target, drafter):
-    refused(target, drafter, "one sequence at a time", ids=prompt(5).repeat(2, 1))
-
-
 def test_no_cache_is_refused(target, drafter):
     refused(target, drafter, "use_cache=True", use_cache=False)
 
@@ -411,3 +408,20 @@ def test_a_real_drafter_is_refused_by_a_foreign_target(target):
     refused(
         target, DSparkModel.from_pretrained(GOLDEN / "deepspec_qwen3_vanilla"), "Load the drafter that was trained"
     )
+
+
+def test_requests_teach_those_that_follow_until_the_target_changes(target, drafter):
+    drafter.round_costs = RoundCosts(draft=0.01, verify=(1.0,) * (drafter.config.num_draft_tokens + 1))
+
+    def expected() -> float:
+        return drafter.experience(do_sample=False).outlook.mean(0)
+
+    new = expected()
+    target.generate(prompt(7), assistant_model=drafter, max_new_tokens=25, do_sample=False)
+    learned = expected()
+    assert learned != new
+    target.generate(prompt(7), assistant_model=drafter, max_new_tokens=25, do_sample=False)
+    assert expected() != learned, "what a request alone teaches is what the first one did"
+    assert drafter.experience(do_sample=True).outlook.mean(0) == new, "sampling is another matter"
+    drafter.bind(tiny_target("llama", seed=1))
+    assert expected() == new

@@ -86,6 +86,14 @@ def test_round_costs():
     assert (costs.draft, costs.overhead, costs.spread) == pytest.approx((0.002, 0.001, 0.1))
 
 
+def test_round_costs_of_several_rows():
+    found = entry()
+    costs = found.round_costs(num_draft_tokens=3, depth=64, rows=2)
+    seconds = [found.verify_seconds(2 + drafts, 2, 64) for drafts in range(2 * 3 + 1)]
+    assert costs.verify == pytest.approx(seconds)
+    assert costs.draft == found.draft_seconds(2) > found.draft_seconds(1)
+
+
 # Refusals
 
 
@@ -171,7 +179,7 @@ def test_a_new_measurement_replaces_the_old_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(schema_version=2), "schema_version is 2, this package reads 1"),
+        (lambda content: content.update(schema_version=3), "schema_version is 3, this package reads up to 2"),
         (lambda content: content.pop("entries"), "lacks 'entries'"),
         (lambda content: content["entries"][0].pop("draft"), "lacks 'draft'"),
         (lambda content: content["entries"][0]["identity"].pop("threads"), "threads"),

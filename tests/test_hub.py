@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from hf_dspark import DSparkModel
 from hf_dspark.cli import app
 from hf_dspark.inspection import inspect
+from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.profile import HardwareProfile
 
 NAME = "tester/drafter"
@@ -289,6 +290,26 @@ def test_a_folder_is_pushed_without_what_is_not_for_others(client, server, tmp_p
     (folder / "README.md").write_text(edited)
     assert client(run_cli, "push", folder, "drafter")[0] == 0
     assert server.files(NAME)["README.md"].decode() == edited
+
+
+def push_profile(folder, **keywords):
+    try:
+        return HardwareProfile.load(folder).push_to_hub(NAME, **keywords)
+    except OSError as error:
+        return str(error)
+
+
+def test_a_profile_is_pushed_into_a_drafters_repository(client, server, tmp_path):
+    a_drafter().save_pretrained(tmp_path)
+    calibration = {"greedy": Calibration.of_temperatures((2.0,) * 5)}
+    HardwareProfile(calibration=calibration).save(tmp_path / "other")
+    assert "404" in client(push_profile, tmp_path / "other"), "there is no such repository"
+    assert client(run_cli, "push", tmp_path, "drafter")[0] == 0
+    before = server.files(NAME)
+    assert f"{server.url}/{NAME}/commit/" in client(push_profile, tmp_path / "other", commit_message="Calibrated")
+    after = server.files(NAME)
+    assert after.pop("hardware_profile.json") == (tmp_path / "other" / "hardware_profile.json").read_bytes()
+    assert after == before
 
 
 def test_a_folder_that_holds_no_whole_drafter_is_not_pushed(client, server, tmp_path):

@@ -430,7 +430,7 @@ def test_the_command_line(machine, tokenizer, tmp_path, monkeypatch):
     assert "verify" in result.output and "overhead" in result.output
     content = json.loads((tmp_path / "drafter" / "hardware_profile.json").read_text())
     (entry,) = content["entries"]
-    assert content["schema_version"] == 1 and entry["identity"]["dtype"] == "float32"
+    assert content["schema_version"] == 2 and entry["identity"]["dtype"] == "float32"
     assert {(cell["rows"], cell["depth"]) for cell in entry["verify"]} == {
         (r, d) for r in (1, 2, 4) for d in (64, 250)
     }
@@ -440,8 +440,9 @@ def test_the_command_line(machine, tokenizer, tmp_path, monkeypatch):
     assert loaded.hardware_profile.entry(identity_of(target, loaded)) is not None
 
     elsewhere = tmp_path / "new" / "own.json"
-    assert CliRunner().invoke(app, [*command, "--output", str(elsewhere)]).exit_code == 0
-    assert len(HardwareProfile.load(elsewhere).entries) == 1
+    assert CliRunner().invoke(app, [*command, "--output", str(elsewhere), "--rows", "3"]).exit_code == 0
+    (entry,) = HardwareProfile.load(elsewhere).entries
+    assert {cell.rows for cell in entry.verify} == {1, 3}
     elsewhere.write_text("{")
     result = CliRunner().invoke(app, [*command, "--output", str(elsewhere)])
     assert result.exit_code != 0 and elsewhere.read_text() == "{"

@@ -10,10 +10,11 @@ import torch
 from conftest import tiny_drafter, tiny_target
 from scipy.stats import chisquare
 
-from hf_dspark import trace
+from hf_dspark import HardwareProfile, trace
 from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
 from hf_dspark.generation.trace import Clock
+from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.costs import RoundCosts
 
 SIGNIFICANT = 1e-4  # seeds are fixed: a test passes or fails, it does not flicker
@@ -152,6 +153,30 @@ def test_hardware_aware_without_confidence_head(erratic_clock):
     assert len({len(a_round.draft) for a_round in rounds}) > 2
 
 
+def calibrated(drafter, method: str, bias: float, logit_weight: float, margin_weight: float):
+    """The drafter with one regression for every position, drafting where that says more than one half."""
+    calibration = Calibration(method, (bias,) * 5, (logit_weight,) * 5, (margin_weight,) * 5)
+    drafter.hardware_profile = HardwareProfile(calibration={"sample": calibration})
+    drafter.generation_config.assistant_confidence_threshold = 0.5
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("calibration", "fields"),
+    [
+        (("margin", -0.8, 0, 4), {"markov_head_type": "vanilla", "enable_confidence_head": False}),
+        (("margin", -0.8, 0, 4), {"markov_head_type": "rnn"}),
+        (("both", -1, 0.5, 1.5), {"markov_head_type": "gated"}),
+    ],
+)
+def test_margins(calibration, fields):
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target, **fields), *calibration)
+    with trace(drafter) as rounds:
+        assert transition_pvalue(target, drafter, tokens=1200) > SIGNIFICANT
+    assert len({len(a_round.draft) for a_round in rounds}) > 2, "the margin decides nothing"
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_narrow_drafts(width):
     target = memoryless_target()
@@ -215,6 +240,28 @@ def test_wrong_scores_of_a_selector_are_caught(monkeypatch):
     target = memoryless_target()
     monkeypatch.setattr(decoding, "DSparkCandidateGenerator", UnaryScores)
     assert transition_pvalue(target, bold_drafter(target, **SELECTOR), tokens=1000) < SIGNIFICANT**2
+
+
+class OwnProbability(DSparkCandidateGenerator):
+    """Wrong: how far to trust a slot depends on how likely the token is that was drawn for it."""
+
+    def _confidence(self, calibration, slot, hidden, embedding, logits):
+        q = logits.softmax(-1)
+        self._drawn = torch.multinomial(q, num_samples=1)
+        mine = q.gather(-1, self._drawn)
+        return calibration(slot, margin=mine.logit()).sigmoid().item()
+
+    def _choose(self, input_ids, logits):
+        _, scores = super()._choose(input_ids, logits)
+        return self._drawn, scores
+
+
+def test_trusting_likely_tokens_more_is_caught(monkeypatch):
+    """As `test_margins`, but for what stands in the margin's place."""
+    target = memoryless_target()
+    drafter = calibrated(bold_drafter(target), "margin", 4, 0, 4)
+    monkeypatch.setattr(decoding, "DSparkCandidateGenerator", OwnProbability)
+    assert transition_pvalue(target, drafter) < SIGNIFICANT**2
 
 
 @pytest.mark.parametrize("wrong", [RawScores, GreedyDrafts, LooksAhead])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.scheduling.costs import RoundCosts
+from hf_dspark.scheduling.experience import Experience
 from hf_dspark.scheduling.hardware_aware import HardwareAware
 from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 
@@ -267,6 +268,24 @@ def test_drafts_that_turn_bad_and_good_again():
     assert 0 < sum(limit > 0 for *_, limit in bad[100:]) < 300 / 10, "probes, now and then"
     again = play(scheduler, costs, lambda _: 3, 100, [0.9] * 4)
     assert slowdown(again, scheduler.plain) < 0.5
+
+
+def test_a_request_knows_what_earlier_ones_learned():
+    """Draft tokens are right less often than is assumed at first: only the first one pays."""
+    dear, experience = RoundCosts(draft=0.05, verify=(1.0, 1.2, 1.4, 1.6, 1.8)), Experience(4)
+    earlier = HardwareAware(dear, 4, True, experience)
+    play(earlier, dear, lambda r: r % 4 > 0, 400, [None] * 4)
+    assert draft_length(HardwareAware(dear, 4, True, experience), [None] * 4) == 1
+    assert draft_length(HardwareAware(dear, 4, True), [None] * 4) > 1, "nobody told this one"
+
+
+def test_a_request_owes_nothing_for_those_before():
+    costs, experience = RoundCosts(draft=0.2, verify=(1.0, 1.02, 1.04, 1.06, 1.08)), Experience(4)
+    bad = HardwareAware(costs, 4, True, experience)
+    play(bad, costs, lambda _: 0, 20, [0.9] * 4)
+    assert bad.limit(100) == 0, "in debt"
+    good = HardwareAware(costs, 4, True, experience)
+    assert slowdown(play(good, costs, lambda _: 3, 40, [0.9] * 4), good.plain) < 0.4
 
 
 def test_what_can_never_pay_is_never_drafted():

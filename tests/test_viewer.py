@@ -52,7 +52,8 @@ def recording(text: str, sizes: tuple[int, ...] = (3, 0, 2), slots: int = 4, **f
         choices = [[(each, 0.75), ((each + 1) % 256, 0.25)] for each in drafted]
         verdicts = [[(each, 0.5), (token, 0.25)] for each in [*draft, token]]
         details = Details(10 + place, drafted, [0.5] * len(drafted), choices, verdicts, token)
-        rounds.append(Round(draft, [0.5] * len(draft), accepted, False, Seconds(0.001, 0.002, 0.01, 0.0005), details))
+        seconds = Seconds(0.001, 0.002, 0.01, 0.0005)
+        rounds.append(Round(draft, [0.5] * len(draft), accepted, False, seconds, details=details))
         place += accepted + 1
     tokenizer = byte_tokenizer()
     names = {"target": "some/target", "drafter": "a drafter", "prompt": "What?", "slots": slots + 2, **fields}

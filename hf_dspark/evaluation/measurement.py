@@ -29,13 +29,14 @@ from .acceptance import (
     time_split,
     verification_waste,
 )
-from .calibration import calibration
 from .prompts import Conversation, check_text
+from .reliability import reliability_of
 from .results import FullBlocks, Machine, Report, Results, SetResults, Settings, Speed
 from .variants import Variant, variants_for
 
 GREEDY: dict = {"do_sample": False}
 SAMPLE: dict = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+SAMPLING = {"greedy": GREEDY, "sample": SAMPLE}
 
 
 @dataclass
@@ -100,8 +101,6 @@ def evaluate(
     drafter.check_target(target)
     ensure_costs(target, drafter)
     variants, reasons = variants_for(target, drafter, baselines)
-    if tokenizer.chat_template is None:
-        raise ValueError("The target's tokenizer has no chat template, which says how prompts are put to the target.")
     check_text(target, tokenizer, sets)
     scheduling = drafter.generation_config
     report = Report(
@@ -127,7 +126,7 @@ def evaluate(
             advance = partial(progress.advance, task)
             for name, conversations in sets.items():
                 results = {}
-                for regime, sampling in (("greedy", GREEDY), ("sample", SAMPLE)):
+                for regime, sampling in SAMPLING.items():
                     progress.update(task, description=f"{name}, {regime}")
                     this_way = partial(respond, max_new_tokens=max_new_tokens, **sampling)
                     answers = side_by_side(this_way, variants, conversations, seed, advance)
@@ -233,7 +232,7 @@ def full_block_results(answers: Sequence[Answer], slots: int) -> FullBlocks:
     by_prompt = [one.rounds for one in answers]
     rounds = [a_round for several in by_prompt for a_round in several]
     conditional = conditional_acceptance(rounds, slots)
-    confident = any(a_round.confidence for a_round in rounds)
+    confident, calibrated = (any(getattr(one, name) for one in rounds) for name in ("confidence", "logit"))
     return FullBlocks(
         acceptance_length=acceptance_length(rounds) if rounds else None,
         verification_waste=verification_waste(rounds),
@@ -241,9 +240,12 @@ def full_block_results(answers: Sequence[Answer], slots: int) -> FullBlocks:
         conditional_acceptance=conditional,
         marginal_acceptance=marginal_acceptance(conditional),
         accepted_histogram=accepted_histogram(rounds, slots),
-        confidence=[calibration(by_prompt, slot) for slot in range(slots)] if confident else [],
-        confidence_overall=calibration(by_prompt) if confident else None,
+        confidence=[reliability_of(by_prompt, slot) for slot in range(slots)] if confident else [],
+        confidence_overall=reliability_of(by_prompt) if confident else None,
         threshold_sweep=threshold_sweep(rounds),
+        confidence_before=[reliability_of(by_prompt, slot, before=True) for slot in range(slots)]
+        if calibrated
+        else [],
     )
 
 

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 
+from ..scheduling.calibration import BINS
 from ..scheduling.profile import Entry
-from .calibration import BINS
 from .results import ReliabilityBin, Report, Results
 from .variants import LABELS
 
@@ -79,7 +79,7 @@ def acceptance(report: Report) -> Figure:
 
 
 def reliability(report: Report) -> Figure:
-    """Share accepted against confidence, a panel for each position, all sets together."""
+    """Share accepted against confidence, a panel for each position, all sets together; hollow before calibration."""
     slots = report.settings.num_draft_tokens
     columns = min(slots, 4)
     figure, panels = _panels(-(-slots // columns), columns, 2.6, 2.6, sharex=True, sharey=True)
@@ -89,24 +89,24 @@ def reliability(report: Report) -> Figure:
             continue
         axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
         for number, (regime, title) in enumerate(REGIMES.items()):
-            bins = [
-                one
-                for _, _, results in _by_set(report, regime)
-                for one in (results.full_blocks.confidence[slot].bins if results.full_blocks.confidence else ())
-            ]
-            pooled = _pooled(bins)
-            judged = sum(one.count for one in pooled)
-            axes.scatter(
-                [one.confidence for one in pooled],
-                [one.acceptance for one in pooled],
-                s=[8 + 200 * one.count / judged for one in pooled],
-                color=f"C{number}",
-                marker=MARKERS[number],
-                alpha=0.7,
-                linewidth=0,
-                clip_on=False,
-                label=title,
-            )
+            for kind, suffix in (("confidence_before", ", before calibration"), ("confidence", "")):
+                diagrams = [getattr(results.full_blocks, kind) for _, _, results in _by_set(report, regime)]
+                pooled = _pooled([one for diagram in diagrams if diagram for one in diagram[slot].bins])
+                if not pooled and suffix:
+                    continue
+                judged = sum(one.count for one in pooled)
+                axes.scatter(
+                    [one.confidence for one in pooled],
+                    [one.acceptance for one in pooled],
+                    s=[8 + 200 * one.count / judged for one in pooled],
+                    facecolor="none" if suffix else f"C{number}",
+                    edgecolor=f"C{number}",
+                    marker=MARKERS[number],
+                    alpha=0.7,
+                    linewidth=1 if suffix else 0,
+                    clip_on=False,
+                    label=title + suffix,
+                )
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title=f"position {slot + 1}")
         axes.set(xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
         if slot + columns >= slots:  # nothing below

@@ -80,8 +80,10 @@ def check_text(
     its vocabulary do, by the mean negative log likelihood of its own forward pass.
 
     Raises:
-        ValueError: which prompt is no text.
+        ValueError: which prompt is no text; or that the target has no chat template to put prompts in.
     """
+    if tokenizer.chat_template is None:
+        raise ValueError("The target's tokenizer has no chat template, which says how prompts are put to the target.")
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     at_random = surprise(target, torch.randint(vocabulary, (1, LONGEST), generator=generator))

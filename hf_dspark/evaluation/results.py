@@ -37,7 +37,7 @@ class ReliabilityBin:
 
 
 @dataclass
-class Calibration:
+class Reliability:
     """
     How well c_k predicts that draft token k is accepted given that all before it were.
 
@@ -47,6 +47,7 @@ class Calibration:
         ece: expected calibration error over 20 bins of equal width. Few tokens push it, and its interval, upwards.
         auc: area under the ROC curve.
         brier: mean squared difference of confidence and acceptance.
+        log_loss: mean negative log likelihood, in nats.
         bins: the bins of the reliability diagram that are not empty, from low to high confidence.
     """
 
@@ -55,6 +56,7 @@ class Calibration:
     ece: Estimate
     auc: Estimate
     brier: Estimate
+    log_loss: Estimate
     bins: list[ReliabilityBin]
 
 
@@ -85,9 +87,11 @@ class FullBlocks:
         marginal_acceptance: per position, probability that it and all before it are accepted; the running product of
             the conditional ones, so that drafts cut short by the end of a text count as far as they went.
         accepted_histogram: in how many rounds 0, 1, ... draft tokens were accepted, among whole drafts.
-        confidence: calibration of the confidence head per position; empty without one.
+        confidence: reliability of the confidences per position; empty without any.
         confidence_overall: the same over all positions.
         threshold_sweep: what thresholds on the confidence would have done to the same drafts.
+        confidence_before: reliability per position of what the confidence head said; empty unless the drafter comes
+            with a calibration of it, which `confidence` is after.
     """
 
     acceptance_length: float | None
@@ -96,9 +100,10 @@ class FullBlocks:
     conditional_acceptance: list[float | None]
     marginal_acceptance: list[float | None]
     accepted_histogram: list[int]
-    confidence: list[Calibration]
-    confidence_overall: Calibration | None
+    confidence: list[Reliability]
+    confidence_overall: Reliability | None
     threshold_sweep: list[ThresholdStep]
+    confidence_before: list[Reliability] = field(default_factory=list)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from ..backbone.context_cache import ContextCache
 from ..compat import DFlashTokenCandidateGenerator
 from ..generation.candidate_generator import scheduler_of
 from ..modeling_dspark import DSparkModel, DSparkOutput
+from ..scheduling.calibration import Calibration
+from ..scheduling.profile import HardwareProfile
 from ..scheduling.schedulers import FixedLength
 
 # A way of decoding gives, as long as its block lasts, the arguments that `target.generate()` takes for it.
@@ -41,10 +44,21 @@ def full_blocks(drafter: DSparkModel) -> Iterator[dict]:
 
 
 @contextmanager
+def uncalibrated(drafter: DSparkModel) -> Iterator[dict]:
+    """[`full_blocks`], recording what confidences can be worked out from: logits of the head, if any, and margins."""
+    method = "margin" if drafter.confidence_head is None else "both"
+    nothing = Calibration.identity(drafter.config.num_draft_tokens, method)
+    profile = _calibrated(drafter, {"greedy": nothing, "sample": nothing})
+    with _replaced(drafter, hardware_profile=profile), full_blocks(drafter) as way:
+        yield way
+
+
+@contextmanager
 def head_off(drafter: DSparkModel) -> Iterator[dict]:
     """The drafter without sequential and confidence heads, as DFlash would draft; otherwise as configured."""
     with (
         _replaced(drafter, markov_head=None, candidate_selector=None, confidence_head=None),
+        _replaced(drafter, hardware_profile=_calibrated(drafter, {}), _experience={}),
         _replaced(drafter.generation_config, assistant_confidence_threshold=None),
     ):
         yield {"assistant_model": drafter}
@@ -140,6 +154,11 @@ class DFlashBackbone(nn.Module):
     ) -> DSparkOutput:
         """Final hidden states of one block (1, B, hidden_size); `theirs` is the generator's mask and cache."""
         return self._backbone(noise_embeds, context_hidden_states, position_ids, cache=self._cache)
+
+
+def _calibrated(drafter: DSparkModel, calibration: dict[str, Calibration]) -> HardwareProfile:
+    """The drafter's profile with another calibration."""
+    return replace(drafter.hardware_profile or HardwareProfile(), calibration=calibration)
 
 
 @contextmanager

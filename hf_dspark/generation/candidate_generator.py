@@ -8,8 +8,10 @@ from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
 from ..modeling_dspark import DSparkModel
+from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
+from .draft_block import DraftBlock, over_vocabulary
 from .draft_context import DraftContext
 from .trace import Clock, Details, Round
 
@@ -27,22 +29,24 @@ def scheduler_of(drafter: DSparkModel, do_sample: bool = False) -> Scheduler:
         do_sample: whether the request samples.
 
     Raises:
-        ValueError: a confidence threshold for a drafter without confidence head, or a length that it cannot draft.
+        ValueError: a confidence threshold for a drafter without confidences, a length that it cannot draft, or a
+            calibration for another length.
     """
     config, most = drafter.generation_config, drafter.config.num_draft_tokens
     length = most if config.num_assistant_tokens is None else config.num_assistant_tokens
     if not 0 <= length <= most:
         raise ValueError(f"`num_assistant_tokens` is {length}, this drafter drafts 0 to {most} tokens.")
     threshold = config.assistant_confidence_threshold
+    calibration = drafter.calibration(do_sample)
     if threshold:
-        if drafter.confidence_head is None:
+        if calibration is None:
             raise ValueError(
-                "`assistant_confidence_threshold` needs a drafter with a confidence head; unset it, or limit "
-                "`num_assistant_tokens` instead."
+                "`assistant_confidence_threshold` needs a drafter with a confidence head, or one that `hf-dspark "
+                "calibrate` gave confidences; unset it, or limit `num_assistant_tokens` instead."
             )
         return ConfidenceThreshold(threshold, length)
     if config.num_assistant_tokens is None and drafter.round_costs is not None:
-        return HardwareAware(drafter.round_costs, length, do_sample)
+        return HardwareAware(drafter.round_costs, length, do_sample, drafter.experience(do_sample))
     return FixedLength(length)
 
 
@@ -76,7 +80,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.device = drafter.device
-        self.draft_token_ids = drafter.draft_token_ids
         self.context = context
         self.scheduler = scheduler
         self.logits_processor = logits_processor
@@ -86,6 +89,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._draft: torch.Tensor | None = None  # nothing drafted yet
         self._confidences: list[float] = []
         self._details: Details | None = None
+        self._logits: list[float] = []
+        self._margins: list[float] = []
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,67 +103,56 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         self.clock.lap("rest")
         start = input_ids.shape[1]
-        self._draft, self._confidences = input_ids[:, :0], []
+        self._draft, self._confidences, self._logits, self._margins = input_ids[:, :0], [], [], []
         self._details = Details(start - 1) if self.drafter.alternatives else None
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
-        drafter, head = self.drafter, self.drafter.sequential_head
-        hidden = self.context.block_hidden(input_ids[:, -1:].to(self.device))
-        slots, state = hidden.unbind(1), None
-        if head is not None:
-            state = head.initial_state(slots[0])
-        if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
-            if head is not None:
-                _, state = head.step(self._embedding(input_ids), slots[0], state)
-            slots = slots[1:]
-        base_logits = drafter.base_logits(torch.stack(slots, dim=1))
+        anchor = input_ids[:, -1].to(self.device)
+        block = DraftBlock(self.drafter, self.context.block_hidden(anchor[:, None]), anchor)
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []
-        for k, h in enumerate(slots[:limit]):
-            embedding = None if head is None else self._embedding(input_ids)
-            if not self.scheduler.admits(k, self._confidence(h, embedding)):
+        calibration = self._calibration()
+        for k in range(limit):
+            block.advance(input_ids[:, -1].to(self.device))
+            if not self.scheduler.admits(k, self._confidence(calibration, k, block)):
                 break
-            logits = base_logits[:, k]
-            if head is not None:
-                feature, state = head.step(embedding, h, state)
-                logits = head.logits(logits, feature)
-            token, score = self._choose(input_ids, logits)
+            token, score = self._choose(input_ids, block.logits())
             if token is None:
                 break
             input_ids = torch.cat([input_ids, token], dim=-1)
             scores.append(score)
         if self._details is not None:
             with self.clock.stopped():
-                self._details.add_draft(input_ids[:, start:], scores, self._confidences, drafter.alternatives)
+                self._details.add_draft(input_ids[:, start:], scores, self._confidences, self.drafter.alternatives)
         if not self.do_sample:
             input_ids = input_ids[:, : start + self.scheduler.keep(len(scores))]
         self.clock.lap("head")
         self._draft = input_ids[:, start:]
         return input_ids, torch.stack(scores, dim=1) if self.do_sample and scores else None
 
-    def _embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """e of the last token, (1, rank)."""
-        return self.drafter.sequential_head.embed(input_ids[:, -1].to(self.device))
+    def _calibration(self) -> Calibration | None:
+        """How confidences are worked out, if somebody reads them: on an accelerator each costs a wait."""
+        is_read = self.scheduler.reads_confidence or self.drafter.rounds is not None
+        return self.drafter.calibration(self.do_sample) if is_read else None
 
-    def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> float | None:
-        """c_k, worked out only if somebody reads it: on an accelerator it costs a wait."""
-        if self.drafter.confidence_head is None:
+    def _confidence(self, calibration: Calibration | None, slot: int, block: DraftBlock) -> float | None:
+        """c_k, before x_k is drawn."""
+        if calibration is None:
             return None
-        if not (self.scheduler.reads_confidence or self.drafter.rounds is not None):
-            return None
-        confidence = self.drafter.confidence_head(hidden, embedding).sigmoid().item()
+        is_traced = self.drafter.rounds is not None and calibration.method != "head"
+        known = block.read(calibration, and_logit=is_traced)
+        confidence = calibration(slot, **known).sigmoid().item()
         self._confidences.append(confidence)
+        if is_traced:
+            for name, values in (("logit", self._logits), ("margin", self._margins)):
+                values += known[name].tolist() if name in known else []
         return confidence
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
-        logits = logits.to(input_ids.device, torch.float32)
-        if self.draft_token_ids is not None:
-            logits = logits.new_full((1, self.drafter.config.vocab_size), -torch.inf).index_copy_(
-                1, self.draft_token_ids.to(logits.device), logits
-            )
+        logits = over_vocabulary(self.drafter, logits.to(input_ids.device, torch.float32))
         scores = self.logits_processor(input_ids, logits)
         if not torch.isfinite(scores.max()):
             return None, scores
@@ -183,13 +177,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if self.drafter.rounds is not None:
                 draft = self._draft[0].tolist()
                 ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
-                confidences = self._confidences[: len(draft)]
+                predicted, logit, margin = (
+                    several[: len(draft)] for several in (self._confidences, self._logits, self._margins)
+                )
                 if self._details is not None:
                     count = self.drafter.alternatives
                     self._details.add_verdict(
                         input_ids, self._draft, num_matches, logits, self.logits_processor, count
                     )
                 self.drafter.rounds.append(
-                    Round(draft, confidences, num_matches, ended, self.clock.seconds, self._details)
+                    Round(draft, predicted, num_matches, ended, self.clock.seconds, logit, margin, self._details)
                 )
         self.clock.restart()

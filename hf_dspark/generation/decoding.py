@@ -1,4 +1,4 @@
-"""Speculative decoding of one sequence with a DSpark drafter."""
+"""Speculative decoding with a DSpark drafter: of one sequence here, of many by [`batched_decoding`]."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps, last_logits_only
+from .batched_decoding import batched_decoding, check_batch
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
 from .outputs import GenerationRecord
@@ -58,9 +59,15 @@ def speculative_decoding(
         ValueError: the request cannot be decoded speculatively, and why.
     """
     drafter = assistant_model
-    check_request(input_ids, logits_processor, synced_gpus, model_kwargs)
+    check_request(logits_processor, synced_gpus, model_kwargs)
+    if len(input_ids) > 1:
+        check_batch(target, input_ids, generation_config, streamer, model_kwargs)
     drafter.bind(target)
     ensure_costs(target, drafter, depth=input_ids.shape[1])
+    if len(input_ids) > 1:
+        return batched_decoding(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs
+        )
     scheduler = scheduler_of(drafter, generation_config.do_sample)
     held = model_kwargs[CACHE].get_seq_length()  # positions of an earlier turn
     prompt_mask = model_kwargs.get("attention_mask")
@@ -130,18 +137,11 @@ def speculative_decoding(
     return record.result(input_ids, cache)
 
 
-def check_request(
-    input_ids: torch.Tensor, logits_processor: LogitsProcessorList, synced_gpus: bool, model_kwargs: dict
-) -> None:
+def check_request(logits_processor: LogitsProcessorList, synced_gpus: bool, model_kwargs: dict) -> None:
     """
     Raises:
         ValueError: what in the request speculative decoding cannot do, before anything is computed.
     """
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"A DSpark drafter decodes one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate()` "
-            "for each, or without `assistant_model`."
-        )
     if synced_gpus:
         raise ValueError("A DSpark drafter does not work with `synced_gpus` (FSDP or ZeRO-3 generation).")
     if not model_kwargs.get("use_cache") or model_kwargs.get(CACHE) is None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from ..backbone.attention_mask import attention_masks
 from ..backbone.context_cache import ContextCache
 from ..modeling_dspark import DSparkModel, DSparkOutput
+from .ragged_cache import RaggedCache
 
 
 class DraftContext:
@@ -74,3 +78,50 @@ class DraftContext:
             return None
         context.crop(length)
         return context
+
+
+class RaggedContext:
+    """The drafter's contexts for R sequences, each as long as it is."""
+
+    def __init__(self, drafter: DSparkModel, rows: int):
+        self._drafter = drafter
+        self.device, self.dtype = drafter.device, drafter.dtype
+        self._cache = RaggedCache(rows)
+        self._pending: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+
+    def extend(self, row: int, features: torch.Tensor) -> None:
+        """Add the features (rows, K * target_hidden_size) of the positions of one sequence committed since."""
+        self._pending[row].append(features)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences only, in this order."""
+        self._cache.select(rows)
+        self._pending = [self._pending[row] for row in rows]
+
+    def block_hidden(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Final hidden states (R, B, hidden_size) of the blocks at `anchors` (R, 1)."""
+        drafter, device = self._drafter, anchors.device
+        pending = [torch.cat(features) for features in self._pending]
+        counts = [len(features) for features in pending]
+        held, new = torch.tensor([self._cache.lengths, counts], device=device)[:, :, None]
+        # Columns: every row's context, all blocks in the same place behind it, and what only fills up at the end.
+        size, width = drafter.config.block_size, max(counts)
+        longest = max(length + count for length, count in zip(self._cache.lengths, counts))
+        context, block = torch.arange(width, device=device), torch.arange(size, device=device)
+        places = torch.where(context < new, held + context, longest + size + context)
+        columns = torch.cat([places, (longest + block).expand(len(counts), -1)], dim=1)
+        rows = torch.arange(len(counts), device=device).repeat_interleave(width + size)
+        self._cache.begin(counts, rows, columns.flatten(), end=longest + size, capacity=longest + size + width)
+        positions = held + new + block
+        masks = attention_masks(
+            drafter.attention_patterns, positions, torch.arange(longest, device=device)[None], size, drafter.dtype
+        )
+        output: DSparkOutput = drafter(
+            drafter.block_ids(anchors),
+            pad_sequence(pending, batch_first=True),
+            position_ids=torch.cat([held + context, positions], dim=1),
+            attention_mask=masks,
+            cache=self._cache,
+        )
+        self._pending = [[features[:0]] for features in pending]
+        return output.last_hidden_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import wraps
 
 from transformers import GenerationMixin
@@ -31,6 +32,8 @@ def _validate_generation_mode(original):
         if isinstance(drafter, DSparkModel):
             drafter.check_target(self)
             generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1  # other assistants draft for one only
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return wrapper

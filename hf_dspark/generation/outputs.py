@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
@@ -23,7 +25,7 @@ class GenerationRecord:
         self.hidden_states: tuple | None = () if wanted and generation_config.output_hidden_states else None
         self._prefill: ModelOutput | None = None
 
-    def add(self, outputs: ModelOutput, scores: torch.Tensor, logits: torch.Tensor, row: int) -> None:
+    def add(self, outputs: ModelOutput | None, scores: torch.Tensor, logits: torch.Tensor, row: int) -> None:
         """
         Add a token chosen with `scores` (1, V) from row `row` of `logits` (1, rows, V).
 
@@ -51,7 +53,21 @@ class GenerationRecord:
                 attentions = tuple(layer[:, :, row : row + 1, : layer.shape[-1] - behind] for layer in attentions)
             self.attentions += (attentions,)
 
-    def result(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    @classmethod
+    def of_batch(
+        cls, generation_config: GenerationConfig, records: Sequence[GenerationRecord], length: int
+    ) -> GenerationRecord:
+        """The scores and logits (R, V) of `length` tokens of many rows; zeros where a row had ended before."""
+        record = cls(generation_config)
+        for name in ("scores", "logits"):
+            rows = [getattr(one, name) for one in records]
+            if rows[0] is not None:
+                nothing = torch.zeros_like(rows[0][0])
+                steps = ([row[step] if step < len(row) else nothing for row in rows] for step in range(length))
+                setattr(record, name, tuple(torch.cat(step) for step in steps))
+        return record
+
+    def result(self, input_ids: torch.Tensor, cache: Cache | None) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """The sequence, or the output object with everything that was collected."""
         if not self._return_dict:
             return input_ids

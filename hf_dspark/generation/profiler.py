@@ -23,10 +23,13 @@ from transformers.utils import logging
 from ..compat import CACHE, can_roll_back
 from ..devices import device_name
 from ..modeling_dspark import DSparkModel
+from ..scheduling.costs import RoundCosts
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
 from ..taps import TargetTaps, last_logits_only
+from .draft_block import DraftBlock
 from .draft_context import DraftContext
+from .ragged_attention import own_attention
 from .trace import Clock, Round, trace
 
 logger = logging.get_logger(__name__)
@@ -109,7 +112,7 @@ def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) 
     settings = drafter.generation_config
     if settings.num_assistant_tokens is not None or settings.assistant_confidence_threshold:
         return
-    state = (target.device, target.dtype, drafter.dtype, target.config._attn_implementation, torch.get_num_threads())
+    state = (target.device, target.dtype, drafter.dtype, own_attention(target.config), torch.get_num_threads())
     known = _known.get(drafter)
     if known is None and drafter.round_costs is not None:
         return
@@ -122,6 +125,14 @@ def ensure_costs(target: PreTrainedModel, drafter: DSparkModel, depth: int = 0) 
         drafter.round_costs = None
     else:
         drafter.round_costs = known.entry.round_costs(drafter.config.num_draft_tokens, depth)
+
+
+def costs_by_rows(drafter: DSparkModel, depth: int = 0) -> Callable[[int], RoundCosts]:
+    """What rounds of so many rows cost, where `drafter.round_costs` is known: as measured, or in proportion to it."""
+    known = _known.get(drafter)
+    if known is None or known.entry is None:
+        return drafter.round_costs.in_proportion
+    return lambda rows: known.entry.round_costs(drafter.config.num_draft_tokens, depth, rows)
 
 
 def _find_entry(target: PreTrainedModel, drafter: DSparkModel) -> Entry | None:
@@ -195,7 +206,7 @@ def identity_of(target: PreTrainedModel, drafter: DSparkModel) -> Identity:
         torch=torch.__version__,
         threads=torch.get_num_threads() if any(device.type == "cpu" for device in devices) else None,
         dtype=" with ".join(dict.fromkeys(dtypes)),
-        attention=target.config._attn_implementation,
+        attention=own_attention(target.config),
         target=_hash(target.config),
         drafter=_hash(drafter.config),
     )
@@ -271,19 +282,14 @@ class _Bench:
         return seconds
 
     def _draft(self) -> None:
-        drafter, head = self.drafter, self.drafter.sequential_head
-        token, embedding = self.tokens[:, -1].to(drafter.device), None
-        slots = self.draft_context.block_hidden(token[:, None]).unbind(1)
-        state = None if head is None else head.initial_state(slots[0])
-        slots = slots[-drafter.config.num_draft_tokens :]
-        for hidden, logits in zip(slots, drafter.base_logits(torch.stack(slots, dim=1)).unbind(1)):
-            if head is not None:
-                embedding = head.embed(token)
-                feature, state = head.step(embedding, hidden, state)
-                logits = head.logits(logits, feature)
-            if drafter.confidence_head is not None:
-                drafter.confidence_head(hidden, embedding).sigmoid().tolist()
-            token = logits.float().argmax(-1)
+        drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
+        token = self.tokens[:, -1].to(drafter.device)
+        block = DraftBlock(drafter, self.draft_context.block_hidden(token[:, None]), token)
+        for slot in range(drafter.config.num_draft_tokens):
+            block.advance(token)
+            if calibration is not None:
+                calibration(slot, **block.read(calibration)).sigmoid().tolist()
+            token = block.logits().float().argmax(-1)
             if drafter.draft_token_ids is not None:
                 token = drafter.draft_token_ids[token]
 

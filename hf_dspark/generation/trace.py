@@ -36,6 +36,10 @@ class Seconds:
     def total(self) -> float:
         return self.draft + self.head + self.verify + self.rest
 
+    def share(self, rows: int) -> Seconds:
+        """What of this one of so many rows takes."""
+        return Seconds(self.draft / rows, self.head / rows, self.verify / rows, self.rest / rows)
+
 
 Alternatives = list[tuple[int, float]]  # token ids and their probabilities, the most likely first
 
@@ -103,12 +107,15 @@ class Round:
     Args:
         draft: the token ids sent to verification.
         confidence: the predicted probability of each to be accepted given that those before it were; empty without a
-            confidence head.
+            confidence head or a calibration that does without.
         accepted: how many were accepted and followed by one more token.
         ended: whether the text ended with an accepted draft token, which `accepted` does not count; nothing was said
             of the drafts behind it.
-        seconds: where the time went.
-        details: more of it, in a trace with alternatives.
+        seconds: where the time went; in a batch, this row's share.
+        logit: what the confidence head said of each, where a calibration turns that into the confidence; else empty.
+        margin: by how much the likeliest token's logit exceeds the second's, where the calibration reads it.
+        details: more of it, in a trace with alternatives; none of a batch.
+        row: whose it is in a batch.
     """
 
     draft: list[int]
@@ -116,7 +123,10 @@ class Round:
     accepted: int = 0
     ended: bool = False
     seconds: Seconds = field(default_factory=Seconds)
+    logit: list[float] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
     details: Details | None = None
+    row: int = 0
 
 
 class Clock:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class RoundCosts:
     """
-    Seconds that the parts of a round take for one request.
+    Seconds that the parts of a round take, for one request or for R together.
 
     Args:
-        draft: the draft of a block, with its heads.
-        verify: by the number of draft tokens, 0 to γ, the target's forward pass over the anchor and so many drafts;
-            never falling.
+        draft: the draft of a block for each request, with its heads.
+        verify: by the number of draft tokens of all requests, 0 to R·γ, the target's forward pass over the anchors
+            and so many drafts; never falling.
         overhead: what a round spends outside the two.
         spread: how far measured times of the same work lie apart, (p90 - p10) / median.
     """
@@ -22,3 +24,9 @@ class RoundCosts:
     verify: tuple[float, ...]
     overhead: float = 0.0
     spread: float = 0.0
+
+    def in_proportion(self, rows: int) -> RoundCosts:
+        """The costs for so many requests, where those for one are all that is known: each costs what one does."""
+        drafts = np.arange(rows * (len(self.verify) - 1) + 1)
+        verify = rows * np.interp(drafts / rows, np.arange(len(self.verify)), self.verify)
+        return RoundCosts(rows * self.draft, tuple(verify.tolist()), rows * self.overhead, self.spread)

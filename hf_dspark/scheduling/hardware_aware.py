@@ -7,13 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from .costs import RoundCosts
-from .outlook import PRIOR, Average, Outlook
+from .experience import Experience
 from .schedulers import Scheduler
-
-ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
-CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-COMPARISONS = (8, 64)  # drafted rounds before one without a draft, to compare with, at first and later
-PRICES = (0.5, 2.0)  # how far measured times may correct the profile
 
 
 def gains(probabilities: Sequence[float], seconds: Sequence[float], rate: float) -> list[float]:
@@ -33,6 +28,20 @@ def gains(probabilities: Sequence[float], seconds: Sequence[float], rate: float)
     return values
 
 
+def check(costs: RoundCosts, most: int) -> None:
+    """
+    Raises:
+        ValueError: the costs do not reach as far as `most` draft tokens, or are no times.
+    """
+    if len(costs.verify) <= most:
+        raise ValueError(
+            f"The costs tell how long it takes to verify up to {len(costs.verify) - 1} draft tokens, this drafter "
+            f"drafts {most}. Measure them again with this drafter."
+        )
+    if not all(0 < t < math.inf for t in costs.verify) or not 0 <= costs.draft + costs.overhead < math.inf:
+        raise ValueError(f"The costs hold times that are none: {costs}. Measure them again.")
+
+
 class HardwareAware(Scheduler):
     """
     Verifies as many draft tokens as pay, given what a round costs here (design: paper section 3.3).
@@ -44,20 +53,15 @@ class HardwareAware(Scheduler):
     sees beyond a step in the costs, yet depends on nothing that depends on x_k. A drafter without confidence head has
     its past acceptance by slot for confidences. Time that a cut saves counts less the spread of measured times.
 
-    Drafting has to pay for itself. A drafted round is credited with the plain rounds that its tokens would have taken
-    and charged with its own time; plain rounds earn a small allowance; below zero, nothing is drafted until the
-    allowance has paid for another try. So by these times generation takes longer than plain decoding by `ALLOWANCE`
-    at most, and two rounds.
-
-    Times are the profile's: load that slows everything alike scales λ down and t up and changes no decision. What
-    drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from drafted
-    and plain rounds that followed each other; where an error of the profile might hide that drafting does not pay,
-    single rounds without draft are inserted to learn it.
+    Drafting has to pay for itself, by a [`Ledger`]; so by these times generation takes longer than plain decoding by
+    its allowance at most, and two rounds. Times are the profile's: load that slows everything alike scales λ down and
+    t up and changes no decision.
 
     Args:
         costs: what the parts of a round take.
         length: at most so many tokens a round.
         do_sample: whether draft tokens are drawn, so that the causal rule binds.
+        experience: of earlier requests, which this one adds to.
 
     Raises:
         ValueError: `costs` do not reach as far as `length`, or are no times.
@@ -65,35 +69,26 @@ class HardwareAware(Scheduler):
 
     reads_confidence: ClassVar[bool] = True
 
-    def __init__(self, costs: RoundCosts, length: int, do_sample: bool):
-        if len(costs.verify) <= length:
-            raise ValueError(
-                f"The costs tell how long it takes to verify up to {len(costs.verify) - 1} draft tokens, this drafter "
-                f"drafts {length}. Measure them again with this drafter."
-            )
-        if not all(0 < t < math.inf for t in costs.verify) or not 0 <= costs.draft + costs.overhead < math.inf:
-            raise ValueError(f"The costs hold times that are none: {costs}. Measure them again.")
+    def __init__(self, costs: RoundCosts, length: int, do_sample: bool, experience: Experience | None = None):
+        check(costs, length)
         self.length = length
         self.costs = costs
         self.do_sample = do_sample
         self.plain = costs.overhead + costs.verify[0]  # seconds of a round without draft
-        self.credit = self.plain
-        self._rate = Average(1 / self.plain, PRIOR * self.plain)
-        self._log_price = Average(0.0, weight=1.0)
-        self._outlook = Outlook(length)
-        self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
-        self._last_round: tuple[bool, float] | None = None
+        experience = experience or Experience(length)
+        experience.begin_request()
+        self._ledger, self._outlook = experience.ledger, experience.outlook
         self.limit(0)
 
     @property
     def rate(self) -> float:
         """λ: tokens per second of past rounds, and what plain decoding has at least."""
-        return max(self._rate.value, 1 / self.plain)
+        return self._ledger.speedup / self.plain
 
     @property
     def price(self) -> float:
         """What a drafted round costs here and now, against the profile, if a plain round costs what it says."""
-        return math.exp(self._log_price.value)
+        return self._ledger.price
 
     def limit(self, room: int) -> int:
         most = min(self.length, room)
@@ -102,8 +97,7 @@ class HardwareAware(Scheduler):
         price, spread = self.price, min(self.costs.spread, 1.0)
         self._seconds = [price * (self.costs.draft + t + self.costs.overhead) for t in self.costs.verify[: most + 1]]
         self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
-        compare = self._drafted_in_a_row >= self._compare_after and self.rate * self.plain < PRICES[1]
-        self._drafting = most > 0 and self.credit >= 0 and not compare
+        self._drafting = most > 0 and self._ledger.allows()
         if self._drafting:
             # At the end of the text nothing is left to learn for: what is likely has to pay, not what is possible.
             hopes = [self._outlook.mean(slot) if most < self.length else 1.0 for slot in range(most)]
@@ -131,17 +125,5 @@ class HardwareAware(Scheduler):
         for slot in self._unpredicted[: min(verified, accepted + 1)]:
             self._outlook.learn(slot, slot < accepted)
         spent = self._seconds[verified] if self._drafting else self.plain
-        if self._drafting:
-            self.credit += (1 + accepted) * self.plain - spent
-        else:
-            self.credit += ALLOWANCE * self.plain
-            self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
-        self.credit = min(self.credit, CREDIT * self.plain)
-        self._rate.add((1 + accepted) / spent, spent)
-        self._drafted_in_a_row = self._drafted_in_a_row + 1 if self._drafting else 0
-
         slowness = seconds / (spent / self.price if self._drafting else spent)
-        if self._last_round is not None and self._last_round[0] != self._drafting:
-            ratio = slowness / self._last_round[1] if self._drafting else self._last_round[1] / slowness
-            self._log_price.add(math.log(min(max(ratio, PRICES[0]), PRICES[1])))
-        self._last_round = self._drafting, slowness
+        self._ledger.book(self._drafting, 1 + accepted, spent / self.plain, slowness)

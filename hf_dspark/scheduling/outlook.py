@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+
+Value = TypeVar("Value", float, np.ndarray)  # of one row, or of each of several
+
 MEMORY = 64  # rounds that averages reach back
 PRIOR = 4  # rounds that what is assumed at first weighs
 UNSEEN = 0.7  # acceptance assumed of a slot that no round has reached
@@ -38,17 +44,31 @@ class Outlook:
     def mean(self, slot: int) -> float:
         return self._reached[slot].value
 
-    def learn(self, slot: int, value: float, before: float | None = None) -> None:
-        """Take in the `value` of a slot, with that of the slot `before` in the same round."""
+    def learn(self, slot: int, value: Value, before: Value | None = None) -> None:
+        """Take in the `value` of a slot, with that of the slot `before` in that round; several rows are one entry."""
         if before is not None:
             passed = self._passed[slot - 1]
             deviation = before - passed.value
-            self._covariance.add(deviation * (value - self.mean(slot)))
-            self._variance.add(deviation**2)
-            passed.add(before)
-        self._reached[slot].add(value)
+            self._covariance.add(_mean(deviation * (value - self.mean(slot))))
+            self._variance.add(_mean(deviation**2))
+            passed.add(_mean(before))
+        self._reached[slot].add(_mean(value))
 
     def after(self, slot: int, value: float) -> list[float]:
         """Values expected of the slots after `slot`, in a round where it has `value`."""
-        shift = self._covariance.value / self._variance.value * (value - self._passed[slot].value)
+        shift = self._slope * (value - self._passed[slot].value)
         return [min(max(later.value + shift, 0.0), 1.0) for later in self._reached[slot + 1 :]]
+
+    def after_each(self, slot: int, values: np.ndarray) -> np.ndarray:
+        """The same for each of several rows: (rows, slots after)."""
+        later = np.array([average.value for average in self._reached[slot + 1 :]])
+        shift = self._slope * (values - self._passed[slot].value)
+        return np.clip(later + shift[:, None], 0.0, 1.0)
+
+    @property
+    def _slope(self) -> float:
+        return self._covariance.value / self._variance.value
+
+
+def _mean(value: Value) -> float:
+    return float(value.mean()) if isinstance(value, np.ndarray) else value

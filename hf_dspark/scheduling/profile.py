@@ -1,7 +1,8 @@
 """
-What verification and drafting cost on a device, as measured there.
+What verification and drafting cost on a device, as measured there, and what is accepted, on any device.
 
 These classes are the schema of `hardware_profile.json`: every field is a key of the same name. Times are seconds.
+Version 2 added `calibration` and `acceptance`, which files of version 1 are read without.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from itertools import accumulate, combinations, product
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub import HfApi
 from transformers.utils import cached_file
 
 from ..files import write_text
+from .calibration import Calibration
 from .costs import RoundCosts
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROFILE = "hardware_profile.json"
 
 FLAT = 1e-3  # verification times closer together than that are no measurement: one never repeats so well
@@ -163,18 +166,20 @@ class Entry:
         times = np.maximum.accumulate([cell.time.median for cell in cells])
         return float(_within([cell.rows for cell in cells], times, rows))
 
-    def round_costs(self, num_draft_tokens: int, depth: int = 0) -> RoundCosts:
+    def round_costs(self, num_draft_tokens: int, depth: int = 0, rows: int = 1) -> RoundCosts:
         """
-        What a scheduler needs to know for one sequence.
+        What a scheduler needs to know for one sequence, or for several together.
 
         Args:
-            num_draft_tokens: γ, the most that a round verifies.
+            num_draft_tokens: γ, the most that a round verifies of a sequence.
             depth: length of the context.
+            rows: R, the sequences.
         """
-        curve = self._curve(1, depth)
-        verify = [float(_within(self._widths, curve, 1 + drafts)) for drafts in range(num_draft_tokens + 1)]
+        curve = self._curve(rows, depth)
+        widths = (1 + drafts / rows for drafts in range(rows * num_draft_tokens + 1))
+        verify = [float(_within(self._widths, curve, width)) for width in widths]
         return RoundCosts(
-            draft=self.draft_seconds(),
+            draft=self.draft_seconds(rows),
             verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
             overhead=self.overhead.median,
             spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
@@ -254,18 +259,45 @@ class Entry:
                     )
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """
+    What the target accepted where the drafter's whole blocks were verified.
+
+    Args:
+        acceptance_length: tokens committed per verification.
+        conditional_acceptance: per position, the share accepted given that all before it were; `None` where no draft
+            got so far.
+        marginal_acceptance: per position, the probability that it and all before it are accepted.
+        rounds: how many there were.
+        conditions: under which that was found: names of models and prompts, settings.
+    """
+
+    acceptance_length: float
+    conditional_acceptance: tuple[float | None, ...]
+    marginal_acceptance: tuple[float | None, ...]
+    rounds: int
+    conditions: dict[str, str | int | float]
+
+
 @dataclass
 class HardwareProfile:
     """
-    Entries for any number of devices, targets and drafters; each identity has one.
+    Entries for any number of devices, targets and drafters; each identity has one. Beside them, what depends on the
+    drafter but not on the device.
 
     Args:
         entries: in no particular order.
+        calibration: how confidences follow from what is known of a slot, by `"greedy"` and `"sample"`; where one of
+            them is missing, the confidence head's are used as they are.
+        acceptance: what was found when that was fitted, by the same names.
         schema_version: of this file.
     """
 
     schema_version: int = field(default=SCHEMA_VERSION, init=False)
     entries: list[Entry] = field(default_factory=list)
+    calibration: dict[str, Calibration] = field(default_factory=dict)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
 
     def entry(self, identity: Identity) -> Entry | None:
         """The entry for exactly this, or `None`."""
@@ -281,10 +313,22 @@ class HardwareProfile:
         entry.check()
         self.entries = [other for other in self.entries if other.identity != entry.identity] + [entry]
 
+    def check_positions(self, num_draft_tokens: int) -> None:
+        """
+        Raises:
+            ValueError: a calibration is not for γ positions.
+        """
+        for regime, calibration in self.calibration.items():
+            if calibration.num_draft_tokens != num_draft_tokens:
+                raise ValueError(
+                    f"Its calibration ({regime}) has {calibration.num_draft_tokens} positions, the drafter drafts "
+                    f"{num_draft_tokens} tokens: it belongs to another one. Run `hf-dspark calibrate` for this one."
+                )
+
     def save(self, path: str | os.PathLike) -> Path:
         """Write `hardware_profile.json` into a folder, or a file named `*.json`, whole or not at all; returns it."""
         file = _file(path)
-        write_text(file, json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
+        write_text(file, self._json())
         return file
 
     @classmethod
@@ -299,13 +343,16 @@ class HardwareProfile:
         file = _file(path)
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            if content["schema_version"] != SCHEMA_VERSION:
+            if content["schema_version"] not in (1, SCHEMA_VERSION):
                 raise ValueError(
-                    f"its schema_version is {content['schema_version']}, this package reads {SCHEMA_VERSION}"
+                    f"its schema_version is {content['schema_version']}, this package reads up to {SCHEMA_VERSION}"
                 )
             profile = cls()
             for entry in content["entries"]:
                 profile.add(_entry(entry))
+            if content["schema_version"] > 1:
+                profile.calibration = _by_regime(Calibration, content["calibration"])
+                profile.acceptance = _by_regime(Acceptance, content["acceptance"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file} is not a hardware profile: {reason}") from error
@@ -323,6 +370,30 @@ class HardwareProfile:
         file = cached_file(path, PROFILE, **hub_arguments)
         return cls.load(file)
 
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """
+        Upload the profile into a drafter's repository, in the place of the one there; to add to that one, load it with
+        [`from_pretrained`] first.
+
+        Args:
+            repo_id: `organization/name`.
+            kwargs: `token`, `revision`, `create_pr` and `commit_message`, as
+                [`~huggingface_hub.HfApi.upload_file`] takes them.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            OSError: the Hub refused.
+        """
+        api = HfApi(library_name="hf_dspark", token=kwargs.pop("token", None))
+        content = self._json().encode()
+        kwargs = {"commit_message": "Upload hardware profile", **kwargs}
+        return str(api.upload_file(path_or_fileobj=content, path_in_repo=PROFILE, repo_id=repo_id, **kwargs))
+
+    def _json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
 
 def _file(path: str | os.PathLike) -> Path:
     return Path(path) if Path(path).suffix == ".json" else Path(path) / PROFILE
@@ -338,6 +409,16 @@ def _entry(content: dict) -> Entry:
             "overhead": Timing(**content["overhead"]),
         }
     )
+
+
+def _by_regime(kind: type, content: dict) -> dict:
+    """Fields that are lists in JSON are tuples."""
+    if unknown := content.keys() - {"greedy", "sample"}:
+        raise ValueError(f"it has a {kind.__name__.lower()} for {', '.join(unknown)}, not for greedy or sample")
+    return {
+        regime: kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        for regime, fields in content.items()
+    }
 
 
 def _text(time: Timing) -> str:

@@ -311,7 +311,7 @@ def _rounds(rounds: list[dict], anchor: int) -> Iterator[Round]:
         if len(details.confidence) not in (0, len(drafted), len(drafted) + 1):
             raise ValueError(f"round {number} does not have a confidence for each slot")
         seconds = Seconds(**{name: _number(content["seconds"][name]) for name in asdict(Seconds())})
-        yield Round(drafted[:verified], details.confidence[:verified], accepted, ended, seconds, details)
+        yield Round(drafted[:verified], details.confidence[:verified], accepted, ended, seconds, details=details)
         anchor += accepted + 1
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dspark import Round
-from hf_dspark.evaluation.calibration import (
+from hf_dspark.evaluation.reliability import (
     MEASURES,
     area_under_roc,
     brier_score,
-    calibration,
     expected_calibration_error,
+    reliability_of,
 )
 
 tokens = st.lists(
@@ -81,25 +81,25 @@ def draws(prompts: int, rounds: int, seed: int = 0) -> list[list[Round]]:
 
 def test_only_judged_tokens_count():
     rounds = [[Round([1, 2, 3], [0.9, 0.2, 0.7], 1)], [Round([1, 2, 3], [0.8, 0.6, 0.4], 3)]]
-    assert [(found.judged, found.accepted) for found in (calibration(rounds, slot) for slot in range(3))] == [
+    assert [(found.judged, found.accepted) for found in (reliability_of(rounds, slot) for slot in range(3))] == [
         (2, 2),
         (2, 1),
         (1, 1),
     ]
-    everything = calibration(rounds)
+    everything = reliability_of(rounds)
     assert (everything.judged, everything.accepted) == (5, 4)
     assert everything.auc.value == 1.0  # the rejected one has the lowest confidence
-    assert calibration(rounds, 0).auc.value is None and calibration(rounds, 0).auc.interval is None
-    assert [(one.confidence, one.acceptance, one.count) for one in calibration(rounds, 1).bins] == [
+    assert reliability_of(rounds, 0).auc.value is None and reliability_of(rounds, 0).auc.interval is None
+    assert [(one.confidence, one.acceptance, one.count) for one in reliability_of(rounds, 1).bins] == [
         (0.2, 0.0, 1),
         (0.6, 1.0, 1),
     ]
-    assert calibration([[Round([])]]).ece.value is None
+    assert reliability_of([[Round([])]]).ece.value is None
 
 
 def test_intervals_are_reproducible_and_hold_the_value():
-    found = calibration(draws(30, 20), 0)
-    assert found == calibration(draws(30, 20), 0)
+    found = reliability_of(draws(30, 20), 0)
+    assert found == reliability_of(draws(30, 20), 0)
     for measure in (found.auc, found.brier):
         assert measure.interval[0] < measure.value < measure.interval[1]
     assert found.ece.value < 0.1
@@ -109,16 +109,16 @@ def test_intervals_are_over_prompts():
     """Seeing every round twice tells nothing new, so the interval stays as wide."""
     once, twice = draws(12, 10), [rounds * 2 for rounds in draws(12, 10)]
     for name in ("ece", "auc", "brier"):
-        before, after = (getattr(calibration(rounds, 0), name).interval for rounds in (once, twice))
+        before, after = (getattr(reliability_of(rounds, 0), name).interval for rounds in (once, twice))
         assert after == pytest.approx(before)
-    assert calibration(draws(1, 10), 0).brier.interval is None
+    assert reliability_of(draws(1, 10), 0).brier.interval is None
 
 
 def test_intervals_cover():
     """Of 95 % intervals for the Brier score, about that share holds what many prompts give."""
-    truth = calibration(draws(2000, 10, seed=99), 0, resamples=0).brier.value
+    truth = reliability_of(draws(2000, 10, seed=99), 0, count=0).brier.value
     inside = 0
     for seed in range(40):
-        low, high = calibration(draws(40, 10, seed), 0, resamples=200).brier.interval
+        low, high = reliability_of(draws(40, 10, seed), 0, count=200).brier.interval
         inside += low <= truth <= high
     assert 33 <= inside <= 40

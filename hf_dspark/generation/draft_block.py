@@ -1,0 +1,76 @@
+"""The slots of a draft block, left to right: what the heads say of each, once the token before it is known."""
+
+from __future__ import annotations
+
+import torch
+
+from ..heads import top_2_margin
+from ..modeling_dspark import DSparkModel
+from ..scheduling.calibration import Calibration
+
+
+class DraftBlock:
+    """
+    One block for each of R rows. [`advance`] goes to the next slot; what is asked then is about this one.
+
+    Args:
+        drafter: the drafter, bound to the target.
+        hidden: its final hidden states of the blocks, (R, B, hidden_size).
+        anchors: the blocks' first tokens, (R,).
+    """
+
+    def __init__(self, drafter: DSparkModel, hidden: torch.Tensor, anchors: torch.Tensor):
+        self.drafter, self._head = drafter, drafter.sequential_head
+        self._state: torch.Tensor | None = None
+        self._embedding: torch.Tensor | None = None
+        if self._head is not None:
+            self._state = self._head.initial_state(hidden[:, 0])
+            if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
+                _, self._state = self._head.step(self._head.embed(anchors), hidden[:, 0], self._state)
+        self._hidden = hidden[:, -drafter.config.num_draft_tokens :]
+        self._base_logits = drafter.base_logits(self._hidden)
+        self._logits: torch.Tensor | None = None
+        self._slot = -1
+
+    def advance(self, previous: torch.Tensor) -> None:
+        """Go to the next slot, behind the tokens `previous` (R,)."""
+        self._slot, self._logits = self._slot + 1, None
+        if self._head is not None:
+            self._embedding = self._head.embed(previous)
+
+    def read(self, calibration: Calibration, and_logit: bool = False) -> dict[str, torch.Tensor]:
+        """
+        What the calibration reads of the slot to tell c_k, by name, each (R,); none of it knows a token of this slot.
+        The confidence head's logit comes in any case with `and_logit`.
+        """
+        head, known = self.drafter.confidence_head, {}
+        if calibration.reads_logit or (and_logit and head is not None):
+            known["logit"] = head(self._hidden[:, self._slot], self._embedding)
+        if calibration.reads_margin:
+            known["margin"] = top_2_margin(self.logits())
+        return known
+
+    def logits(self) -> torch.Tensor:
+        """The logits (R, V_d) of the slot."""
+        if self._logits is None:
+            self._logits = self._base_logits[:, self._slot]
+            if self._head is not None:
+                feature, self._state = self._head.step(self._embedding, self._hidden[:, self._slot], self._state)
+                self._logits = self._head.logits(self._logits, feature)
+        return self._logits
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these of the rows only, by their numbers (R',)."""
+        self._hidden, self._base_logits = self._hidden[rows], self._base_logits[rows]
+        for name in ("_state", "_embedding", "_logits"):
+            if (of_rows := getattr(self, name)) is not None:
+                setattr(self, name, of_rows[rows])
+
+
+def over_vocabulary(drafter: DSparkModel, logits: torch.Tensor) -> torch.Tensor:
+    """Logits (R, V_d) of draft token ids as logits (R, V) of the target's; -inf where the drafter has no token."""
+    if (ids := drafter.draft_token_ids) is None:
+        return logits
+    return logits.new_full((len(logits), drafter.config.vocab_size), -torch.inf).index_copy_(
+        1, ids.to(logits.device), logits
+    )

@@ -1,0 +1,138 @@
+"""Attention of flattened tokens to rows of different lengths: one call a layer, and linear layers see no padding."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .ragged_cache import Flattened
+
+_PREFIX = "dspark_ragged_"  # what follows is the implementation that the model had
+_running = threading.local()
+_users: dict[int, int] = {}  # requests that need a config to say ragged, by its id
+_users_lock = threading.Lock()
+
+
+def can_run_ragged(target: PreTrainedModel) -> bool:
+    """Whether the attention of all layers of a model can be replaced."""
+    kinds = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return (
+        bool(target._supports_attention_backend)
+        and set(kinds) <= {"full_attention", "sliding_attention"}
+        and hasattr(sys.modules[type(target.get_decoder()).__module__], "eager_attention_forward")
+    )
+
+
+def own_attention(config: PreTrainedConfig) -> str:
+    """The attention implementation that a model has when nobody has it replaced."""
+    return (config._attn_implementation or "eager").removeprefix(_PREFIX)
+
+
+@contextmanager
+def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Have the target's layers use the attention of this module, which is its own but for passes inside [`flattened`].
+
+    Other threads may use the target meanwhile, ragged or not: only passes of the thread that is inside [`flattened`]
+    are taken for ragged ones. The target is left as it was, whatever happens.
+    """
+    configs = {id(module.config): module.config for module in target.get_decoder().modules() if _has_config(module)}
+    with _users_lock:
+        for key, config in configs.items():
+            _users[key] = _users.get(key, 0) + 1
+            if _users[key] == 1:
+                config._attn_implementation_internal = _register(own_attention(config))
+    try:
+        yield
+    finally:
+        with _users_lock:
+            for key, config in configs.items():
+                _users[key] -= 1
+                if not _users[key]:
+                    del _users[key]
+                    config._attn_implementation_internal = own_attention(config)
+
+
+def _has_config(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "config", None), PreTrainedConfig)
+
+
+@contextmanager
+def flattened(tokens: Flattened) -> Iterator[None]:
+    """This thread's passes are over these tokens."""
+    _running.tokens = tokens
+    try:
+        yield
+    finally:
+        _running.tokens = None
+
+
+def _register(implementation: str) -> str:
+    name = _PREFIX + implementation
+    AttentionInterface.register(name, partial(_attention, implementation))
+    AttentionMaskInterface.register(name, partial(_mask, implementation))
+    return name
+
+
+def _function(implementation: str, module: nn.Module) -> Callable:
+    return ALL_ATTENTION_FUNCTIONS.get_interface(
+        implementation, sys.modules[type(module).__module__].eager_attention_forward
+    )
+
+
+def _padded(implementation: str) -> str:
+    """What computes attention with a mask for every row; not all implementations take one."""
+    return implementation if implementation in ("eager", "sdpa") else "sdpa"
+
+
+def _attention(
+    implementation: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim)."""
+    tokens = getattr(_running, "tokens", None)
+    if tokens is None:
+        return _function(implementation, module)(module, query, key, value, attention_mask, **kwargs)
+    attend = _function(_padded(implementation), module)
+    output, _ = attend(module, tokens.pad(query), key, value, attention_mask, **kwargs)
+    return tokens.unpad(output), None
+
+
+def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:
+    """
+    The mask (R, 1, width, longest) of a kind of layers, which is its mask function, asked about columns of the cache.
+
+    Columns that a row does not have lie behind all its tokens, where causal attention never looks; what padding sees
+    does not matter.
+    """
+    tokens = getattr(_running, "tokens", None)
+    if tokens is None:
+        make = AttentionMaskInterface().get(implementation)
+        return None if make is None else make(*args, **kwargs)
+    device, window = kwargs["device"], kwargs.get("local_size")
+    is_sdpa = _padded(implementation) == "sdpa"
+    causal = kwargs.get("allow_is_causal_skip") and (window is None or tokens.width <= window)
+    if is_sdpa and causal and tokens.even and not any(tokens.lengths):
+        return None  # plainly causal, which needs no mask
+    held = torch.tensor(tokens.lengths, device=device)[:, None, None, None]
+    queries = held + torch.arange(tokens.width, device=device)[:, None]
+    columns = torch.arange(tokens.longest, device=device)
+    whichever = torch.zeros((), dtype=torch.long, device=device)  # of sequence or head: the mask is the same
+    visible = kwargs["mask_function"](whichever, whichever, queries, columns)
+    if is_sdpa:
+        return visible
+    dtype = kwargs.get("dtype", torch.float32)
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill(~visible, torch.finfo(dtype).min)

@@ -1,0 +1,174 @@
+"""Which draft tokens of many rows are worth verifying: one budget, given to those likeliest to be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+from .costs import RoundCosts
+from .experience import Experience
+from .hardware_aware import check
+from .schedulers import Scheduler
+
+
+class BatchScheduler:
+    """
+    A [`Scheduler`] for many rows, asked in the order of its methods, once a round and once a slot.
+
+    When sampling, whether x_k of a row goes to verification may depend on what came before slot k in all rows, and on
+    their confidences up to c_k; nothing of this depends on x_k.
+    """
+
+    reads_confidence: bool = False
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        """How many tokens each row may draft in the round that begins, if so many are left for it."""
+        raise NotImplementedError
+
+    def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
+        """Whether to draft slot `slot` of each of `rows`, those that still draft, given its confidence there."""
+        raise NotImplementedError
+
+    def keep(self, drafted: Sequence[int]) -> list[int]:
+        """How many of each row's `drafted` tokens to verify. Asked when greedy only."""
+        return list(drafted)
+
+    def observe(self, verified: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """Learn how the round ended, for each row and in all."""
+
+
+class EachRow(BatchScheduler):
+    """A scheduler that decides about every row for itself and remembers nothing of it."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.reads_confidence = scheduler.reads_confidence
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        return [self.scheduler.limit(room) for room in rooms]
+
+    def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
+        return [self.scheduler.admits(slot, confidence) for confidence in confidences]
+
+    def keep(self, drafted: Sequence[int]) -> list[int]:
+        return [self.scheduler.keep(count) for count in drafted]
+
+
+def allot(survivals: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
+    """
+    The lengths (R,) of drafts that maximise Σa - λ·t, the best of all: the likeliest tokens of all rows, as long as
+    they pay together. Survival falls along a row, so the likeliest are prefixes.
+
+    Args:
+        survivals: a (R, slots), each token's probability to be accepted with all before it; negative where there is
+            no token.
+        seconds: t of verifying 0, 1, … of these tokens.
+        rate: λ, tokens per second.
+    """
+    rows, slots = survivals.shape
+    ranked = np.argsort(-survivals, axis=None, kind="stable")[: np.count_nonzero(survivals >= 0)]
+    values = survivals.ravel()[ranked].cumsum() - rate * (seconds[1 : len(ranked) + 1] - seconds[0])
+    best = len(values) - int(values[::-1].argmax()) if len(values) else 0
+    if best and values[best - 1] < 0:
+        best = 0
+    return np.bincount(ranked[:best] // slots, minlength=rows)
+
+
+class HardwareAwareBatch(BatchScheduler):
+    """
+    Verifies as many draft tokens of all rows as pay together, the likeliest first (design: paper, algorithm 1).
+
+    The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where τ are the tokens of all rows and t the time of
+    their common round. Greedy, all blocks are drafted and cut at the optimum. Sampling, the optimum is looked for at
+    every slot, with the confidences of all rows up to there and those of later slots as expected; a row drafts on if
+    its token is part of it. As rows compete for the same time, the more there are, the less of each is verified.
+
+    Args:
+        costs: what the parts of a round take, by the number of rows.
+        length: at most so many tokens a row and round.
+        do_sample: whether draft tokens are drawn, so that the causal rule binds.
+        experience: of earlier batches, which this one adds to.
+
+    Raises:
+        ValueError: the costs do not reach as far as `length`, or are no times.
+    """
+
+    reads_confidence = True
+
+    def __init__(
+        self,
+        costs: Callable[[int], RoundCosts],
+        length: int,
+        do_sample: bool,
+        experience: Experience | None = None,
+    ):
+        check(costs(1), length)
+        self.costs = cache(costs)
+        self.length = length
+        self.do_sample = do_sample
+        experience = experience or Experience(length)
+        experience.begin_request()
+        self._ledger, self._outlook = experience.ledger, experience.outlook
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        rows, costs, price = len(rooms), self.costs(len(rooms)), self._ledger.price
+        most = np.minimum(rooms, self.length)
+        verify = np.array(costs.verify[: most.sum() + 1])
+        self._plain = costs.overhead + costs.verify[0]
+        self._rate = self._ledger.speedup * rows / self._plain
+        self._seconds = price * (costs.draft + verify + costs.overhead)
+        spread = min(costs.spread, 1.0)
+        self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
+        self._beyond = np.arange(self.length) >= most[:, None]
+        self._survivals = np.where(self._beyond, -1.0, 0.0)
+        self._last: np.ndarray | None = None  # confidences of the last slot
+        self._unpredicted: list[int] = []
+        self._admitted = 0
+        self._drafting = bool(most.any()) and self._ledger.allows()
+        if self._drafting:
+            # At the end of a text nothing is left to learn for: what is likely has to pay, not what is possible.
+            likely = np.array([self._outlook.mean(slot) for slot in range(self.length)])
+            hopes = np.where((most < self.length)[:, None], likely, 1.0).cumprod(1)
+            hopes[self._beyond] = -1.0
+            count = allot(hopes, self._seconds, self._rate).sum()
+            tokens = np.sort(hopes, axis=None)[::-1][:count].sum()
+            self._drafting = rows + tokens - self._rate * self._seconds[count] > rows - self._rate * self._plain
+        return most.tolist() if self._drafting else [0] * rows
+
+    def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
+        index = np.array(rows)
+        if confidences[0] is None:
+            self._unpredicted.append(slot)
+            values = np.full(len(index), self._outlook.mean(slot))
+        else:
+            values = np.array(confidences)
+            before = None if self._last is None else self._last[index]
+            self._outlook.learn(slot, values, before)
+            self._last = np.zeros(len(self._survivals))
+            self._last[index] = values
+        here = values * (self._survivals[index, slot - 1] if slot else 1.0)
+        self._survivals[index, slot] = here
+        if not self.do_sample:
+            return [True] * len(index)
+        later = self._outlook.after_each(slot, values)
+        expected = np.hstack([here[:, None], later]).cumprod(1)
+        expected[self._beyond[index, slot:]] = -1.0
+        admitted = allot(expected, self._cautious[self._admitted :], self._rate) > 0
+        self._admitted += int(admitted.sum())
+        return admitted.tolist()
+
+    def keep(self, drafted: Sequence[int]) -> list[int]:
+        self._survivals[np.arange(self.length) >= np.array(drafted)[:, None]] = -1.0
+        return allot(self._survivals, self._cautious, self._rate).tolist()
+
+    def observe(self, verified: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        lengths, right = np.array(verified), np.array(accepted)
+        for slot in self._unpredicted:
+            reached = (lengths > slot) & (right >= slot)
+            if reached.any():
+                self._outlook.learn(slot, (right[reached] > slot).astype(float))
+        spent = self._seconds[lengths.sum()] if self._drafting else self._plain
+        slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
+        self._ledger.book(self._drafting, 1 + right.mean(), spent / self._plain, slowness)

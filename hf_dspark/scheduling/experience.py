@@ -1,0 +1,22 @@
+"""What past requests taught the schedulers of a drafter."""
+
+from __future__ import annotations
+
+from .ledger import Ledger
+from .outlook import Outlook
+
+
+class Experience:
+    """
+    Kept from request to request, so that each need not learn anew what drafts are worth. A request owes nothing for
+    those before it: it may try a draft, whatever they lost.
+
+    Args:
+        length: the most tokens a row and round.
+    """
+
+    def __init__(self, length: int):
+        self.ledger, self.outlook = Ledger(), Outlook(length)
+
+    def begin_request(self) -> None:
+        self.ledger.forgive()

@@ -1,0 +1,75 @@
+"""Whether drafting pays for itself, in the long run and by the clock."""
+
+from __future__ import annotations
+
+import math
+
+from .outlook import PRIOR, Average
+
+ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
+CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
+COMPARISONS = (8, 64)  # drafted rounds before one without a draft, to compare with, at first and later
+PRICES = (0.5, 2.0)  # how far measured times may correct the profile
+
+
+class Ledger:
+    """
+    Books what rounds brought and cost, in units of a plain round: its time, and its one token a row.
+
+    A drafted round is credited with the plain rounds that its tokens would have taken and charged with its own time;
+    plain rounds earn a small allowance; below zero, nothing is drafted until the allowance has paid for another try.
+
+    What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
+    drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
+    pay, single rounds without draft are inserted to learn it.
+    """
+
+    def __init__(self):
+        self.credit = 1.0
+        self._speedup = Average(1.0, PRIOR)
+        self._log_price = Average(0.0, weight=1.0)
+        self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
+        self._last_round: tuple[bool, float] | None = None
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of past rounds against plain decoding's, at least 1."""
+        return max(self._speedup.value, 1.0)
+
+    @property
+    def price(self) -> float:
+        """What a drafted round costs here and now, against the profile, if a plain round costs what it says."""
+        return math.exp(self._log_price.value)
+
+    def forgive(self) -> None:
+        """Begin a request: debts are dropped, and no round is the one before."""
+        self.credit = max(self.credit, 0.0)
+        self._last_round = None
+
+    def allows(self) -> bool:
+        """Whether the round that begins may draft."""
+        compare = self._drafted_in_a_row >= self._compare_after and self.speedup < PRICES[1]
+        return self.credit >= 0 and not compare
+
+    def book(self, drafted: bool, tokens: float, spent: float, slowness: float) -> None:
+        """
+        Take in a round.
+
+        Args:
+            drafted: whether it drafted.
+            tokens: committed tokens, a row.
+            spent: its time by the costs, with the price.
+            slowness: its measured time, against that of the costs without the price.
+        """
+        if drafted:
+            self.credit += tokens - spent
+        else:
+            self.credit += ALLOWANCE
+            self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
+        self.credit = min(self.credit, CREDIT)
+        self._speedup.add(tokens / spent, spent)
+        self._drafted_in_a_row = self._drafted_in_a_row + 1 if drafted else 0
+        if self._last_round is not None and self._last_round[0] != drafted:
+            ratio = slowness / self._last_round[1] if drafted else self._last_round[1] / slowness
+            self._log_price.add(math.log(min(max(ratio, PRICES[0]), PRICES[1])))
+        self._last_round = drafted, slowness

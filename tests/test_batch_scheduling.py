@@ -1,0 +1,226 @@
+"""Schedules of many rows: the best of all when greedy, causal when sampling, shorter as there are more."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduling import CURVES, P, Q, confidence, verified
+
+from hf_dspark.scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch, allot
+from hf_dspark.scheduling.costs import RoundCosts
+from hf_dspark.scheduling.hardware_aware import HardwareAware
+from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength
+
+
+def decide(scheduler: BatchScheduler, confidences, do_sample: bool = True) -> tuple[list[int], list[int]]:
+    """How many tokens of each row a round may draft, and verifies; asked as the drafter asks."""
+    limits = scheduler.limits([len(row) for row in confidences])
+    counts, going = [0] * len(limits), list(range(len(limits)))
+    for k in range(max(limits)):
+        going = [row for row in going if k < limits[row]]
+        if not going:
+            break
+        admitted = scheduler.admits(k, going, [confidences[row][k] for row in going])
+        going = [row for row, yes in zip(going, admitted, strict=True) if yes]
+        for row in going:
+            counts[row] = k + 1
+        if not going:
+            break
+    return limits, counts if do_sample or not any(limits) else scheduler.keep(counts)
+
+
+# The optimum
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.lists(st.floats(0, 1), min_size=9, max_size=9),
+    st.floats(0.1, 3),
+)
+def test_the_allotment_is_the_best_of_all(confidences, steps, rate):
+    survivals = np.cumprod(confidences, axis=1)
+    seconds = np.cumsum([1.0, *steps])
+    lengths = allot(survivals, seconds, rate)
+
+    def value(lengths):
+        tokens = sum(row[:n].sum() for row, n in zip(survivals, lengths, strict=True))
+        return tokens - rate * seconds[sum(lengths)]
+
+    best = max(value(lengths) for lengths in itertools.product(range(4), repeat=len(survivals)))
+    assert value(lengths) == pytest.approx(best)
+
+
+def test_rows_without_a_token_get_none():
+    survivals = np.array([[0.9, 0.8], [0.9, -1.0], [-1.0, -1.0]])
+    assert allot(survivals, np.zeros(7), 1.0).tolist() == [2, 1, 0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.booleans(), st.integers(0, 10**6), st.sampled_from(sorted(CURVES)))
+def test_a_batch_of_one_is_scheduled_as_one_sequence(do_sample, seed, curve):
+    costs, draw = CURVES[curve], random.Random(seed)
+    one, many = HardwareAware(costs, 2, do_sample), HardwareAwareBatch(lambda rows: costs, 2, do_sample)
+    for _ in range(60):
+        confidences = [draw.random() for _ in range(draw.choice((1, 2, 2, 2)))]
+        limit = count = one.limit(len(confidences))
+        for k in range(limit):
+            if not one.admits(k, confidences[k]):
+                count = k
+                break
+        if limit and not do_sample:
+            count = one.keep(count)
+        assert decide(many, [confidences], do_sample) == ([limit], [count])
+        accepted, seconds = draw.randint(0, count), draw.uniform(0.5, 2)
+        one.observe(count, accepted, seconds)
+        many.observe([count], [accepted], seconds)
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=5), min_size=1, max_size=4), st.floats(0.01, 1))
+def test_each_row_for_itself(confidences, threshold):
+    assert decide(EachRow(FixedLength(3)), confidences)[1] == [min(3, len(row)) for row in confidences]
+    expected = [next((k for k, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
+    assert decide(EachRow(ConfidenceThreshold(threshold, 8)), confidences)[1] == expected
+
+
+# The distribution of two rows' output, by enumeration; tokens and confidences as in test_scheduling. A row that keeps
+# its token because of what follows it, in itself or in its neighbour, gains one of the two.
+
+
+def causal(scheduler: BatchScheduler, drafts, limits) -> list[int]:
+    counts, going = [0, 0], [0, 1]
+    for k in range(max(limits)):
+        asked = [confidence(drafts[row][:k]) for row in going]
+        going = [row for row, yes in zip(going, scheduler.admits(k, going, asked), strict=True) if yes]
+        for row in going:
+            counts[row] = k + 1
+        if not going:
+            break
+    return counts
+
+
+def anticipating(scheduler: BatchScheduler, drafts, limits) -> list[int]:
+    """Wrong: all confidences are known before the first token is kept; right only when greedy."""
+    for k in range(max(limits)):
+        scheduler.admits(k, [0, 1], [confidence(draft[:k]) for draft in drafts])
+    return scheduler.keep(limits)
+
+
+def first_tokens(scheduler: BatchScheduler, choose) -> dict[tuple[int, int], float]:
+    """Exact joint distribution of the tokens that two rows commit first in a round."""
+    total: dict[tuple[int, int], float] = {}
+    pairs = list(itertools.product(range(2), repeat=2))
+    for drafts in itertools.product(pairs, repeat=2):
+        mass = np.prod([Q[token] for draft in drafts for token in draft])
+        asked = copy.deepcopy(scheduler)
+        limits = asked.limits([2, 2])
+        counts = choose(asked, drafts, limits) if any(limits) else [0, 0]
+        outcomes = [list(verified(draft[:count])) for draft, count in zip(drafts, counts, strict=True)]
+        for (one, p, _), (other, q, _) in itertools.product(*outcomes):
+            key = one[0], other[0]
+            total[key] = total.get(key, 0.0) + mass * p * q
+    return total
+
+
+def shift(distribution) -> float:
+    pairs = itertools.product(range(2), repeat=2)
+    return max(abs(distribution.get((one, other), 0.0) - P[one] * P[other]) for one, other in pairs)
+
+
+STEEP = RoundCosts(draft=0.0, verify=(1.0, 1.45, 1.9, 2.0, 2.05))  # of two rows, by draft tokens of both
+
+
+def costs_of_two(curve: RoundCosts):
+    return curve.in_proportion if len(curve.verify) == 3 else lambda rows: curve
+
+
+def scheduler_of(curve: RoundCosts, rounds: int, do_sample: bool = True) -> HardwareAwareBatch:
+    """After so many rounds of a past that it has learned from."""
+    scheduler, draw = HardwareAwareBatch(costs_of_two(curve), 2, do_sample), random.Random(rounds)
+    for _ in range(rounds):
+        first = [draw.choice((0.7, 0.8, 0.9)) for _ in range(2)]
+        _, counts = decide(scheduler, [[c, draw.choice((0.0, 0.9))] for c in first], do_sample)
+        scheduler.observe(counts, [draw.randint(0, count) for count in counts], draw.uniform(0.5, 3))
+    return scheduler
+
+
+@pytest.mark.parametrize("curve", [STEEP, *CURVES.values()], ids=["steep for two", *CURVES])
+@pytest.mark.parametrize("rounds", [0, 1, 7, 40])
+def test_two_rows_have_the_targets_distribution(curve, rounds):
+    assert shift(first_tokens(scheduler_of(curve, rounds), causal)) < 1e-12
+
+
+def test_the_schedule_of_two_rows_depends_on_the_confidences_of_both():
+    """So the enumeration is of a scheduler that decides something."""
+    lengths = set()
+    for drafts in itertools.product(itertools.product(range(2), repeat=2), repeat=2):
+        scheduler = scheduler_of(STEEP, 0)
+        limits = scheduler.limits([2, 2])
+        lengths.add(tuple(causal(scheduler, drafts, limits)))
+    assert len(lengths) > 2
+
+
+def test_a_schedule_that_looks_ahead_is_caught():
+    assert shift(first_tokens(scheduler_of(STEEP, 0, do_sample=False), anticipating)) > 0.02
+
+
+# Load
+
+
+def linear(rows: int) -> RoundCosts:
+    """A machine that verifies two tokens for nothing and is busy beyond."""
+    verify = tuple(1.0 + 0.12 * max(rows + drafts - 2, 0) for drafts in range(5 * rows + 1))
+    return RoundCosts(draft=0.1 + 0.02 * rows, verify=verify)
+
+
+def play(scheduler, rows: int, rounds: int, accuracy: float, costs=linear) -> tuple[float, float]:
+    """Mean verified length and tokens per second on such a machine, with confidences that are true."""
+    draw, verified_tokens, tokens, seconds = random.Random(0), 0, 0, 0.0
+    for _ in range(rounds):
+        confidences = [[min(max(draw.gauss(accuracy, 0.2), 0.02), 0.98) for _ in range(5)] for _ in range(rows)]
+        limits, counts = decide(scheduler, confidences, scheduler.do_sample)
+        accepted = []
+        for row, count in zip(confidences, counts, strict=True):
+            accepted.append(next((k for k in range(count) if draw.random() > row[k]), count))
+        here = costs(rows)
+        spent = here.verify[sum(counts)] + here.overhead + (here.draft if any(limits) else 0)
+        scheduler.observe(counts, accepted, spent)
+        verified_tokens, tokens, seconds = (
+            verified_tokens + sum(counts),
+            tokens + rows + sum(accepted),
+            seconds + spent,
+        )
+    return verified_tokens / rows / rounds, tokens / seconds
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_busier_the_less_of_each_row(do_sample):
+    lengths = [play(HardwareAwareBatch(linear, 5, do_sample), rows, 60, 0.7)[0] for rows in (1, 2, 4, 16)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 1.5 * lengths[-1]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_never_much_worse_than_plain_or_any_fixed_length(rows, do_sample):
+    for accuracy in (0.1, 0.5, 0.8):
+        _, ours = play(HardwareAwareBatch(linear, 5, do_sample), rows, 300, accuracy)
+        fixed = []
+        for length in range(6):
+            scheduler = EachRow(FixedLength(length))
+            scheduler.do_sample = True
+            fixed.append(play(scheduler, rows, 100, accuracy)[1])
+        assert ours > 0.97 * max(fixed)
+
+
+def test_costs_in_proportion():
+    one = RoundCosts(draft=0.5, verify=(1.0, 1.2, 1.6), overhead=0.1)
+    three = one.in_proportion(3)
+    assert (three.draft, three.overhead) == pytest.approx((1.5, 0.3))
+    assert three.verify == pytest.approx((3.0, 3.2, 3.4, 3.6, 4.0, 4.4, 4.8))
+    assert one.in_proportion(1) == one
