@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
@@ -145,6 +146,9 @@ class DSparkConfig(PreTrainedConfig):
                 is_none = value is None and name == "input_embedding_scale"
                 if not is_none and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
                     raise ValueError(f"`{name}` of a drafter's config cannot be {value!r}.")
+        dtype = getattr(torch, str(self.dtype).removeprefix("torch."), None)
+        if self.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"`dtype` of a drafter's config cannot be {self.dtype!r}.")
         if self.sliding_window_from not in get_args(WindowStart):
             raise ValueError(
                 f"`sliding_window_from` is one of {get_args(WindowStart)}, got {self.sliding_window_from!r}."

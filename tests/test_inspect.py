@@ -105,6 +105,8 @@ def test_whether_it_fits_a_target(target_folder, tmp_path):
         ({"model_type": "dspark", "num_hidden_layers": 2**40}, "num_hidden_layers"),
         ({"model_type": "dspark", "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "cannot be"),
         ({"model_type": "dspark", "hidden_act": "magic"}, "magic"),
+        ({"model_type": "dspark", "dtype": -1}, "dtype"),
+        ({"model_type": "dspark", "output_multiplier": []}, "output_multiplier"),
     ],
     ids=str,
 )
