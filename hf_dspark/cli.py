@@ -393,6 +393,70 @@ def profile(
     typer.echo(written)
 
 
+Checkpoint = Annotated[str, typer.Argument(help="Folder or Hub repository of a drafter, in any format.")]
+ItsTarget = Annotated[
+    str | None, typer.Option("--target", help="Folder or Hub repository of its target, or `smollm2`.")
+]
+
+
+@app.command()
+def inspect(checkpoint: Checkpoint, target: ItsTarget = None) -> None:
+    """Say what a drafter is, in whichever format, and whether it runs here, without loading it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .inspection import inspect
+
+    try:
+        rows = inspect(checkpoint, None if target is None else target_folder(target))
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    table = Table(title=Text(name_of(checkpoint)), show_header=False)
+    table.add_column(no_wrap=True)
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    rich.print(table)
+
+
+@app.command()
+def convert(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(help="Folder to write, which has to be empty or not there.")],
+    to: Annotated[str, typer.Option(help="native, deepspec (vLLM, SGLang, llama.cpp) or speculators (vLLM).")],
+    target: ItsTarget = None,
+) -> None:
+    """Write a drafter in another format, with copies of the target's tables where that format has its own."""
+    from transformers import AutoModelForCausalLM
+
+    from .checkpoints import NATIVE, obstacle, read_config
+    from .configuration_dspark import DSparkConfig
+    from .demo import REPOSITORY
+    from .hub import repository_of
+    from .inspection import borrowed_tables
+    from .modeling_dspark import DSparkModel
+
+    try:
+        if output.exists() and any(output.iterdir()):
+            raise ValueError(f"{output} is not empty: name another folder.")
+        config = DSparkConfig.from_dict(read_config(checkpoint))
+        if to != NATIVE and (reason := obstacle(to, config)) is not None:
+            raise ValueError(reason)
+        if target is None and (tables := borrowed_tables(to, config)):
+            raise ValueError(f"In the {to} format a drafter has its own {' and '.join(tables)}: name its --target.")
+        drafter = DSparkModel.from_pretrained(checkpoint, dtype="auto")
+        if target is not None:
+            model = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype="auto")
+            drafter.bind(model)
+            repository = REPOSITORY if target == "smollm2" else repository_of(model)
+            drafter.config.base_model = drafter.config.base_model or repository
+        drafter.save_pretrained(output, format=to)
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(output)
+
+
 @app.command()
 def calibrate(
     target: Target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
@@ -14,6 +15,18 @@ Backbone = Literal["qwen3", "gemma4", "dflash2"]
 HeadType = Literal["vanilla", "gated", "rnn"]
 LayerType = Literal["full_attention", "sliding_attention"]
 WindowStart = Literal["row", "anchor"]
+# Fields whose values are switches, numbers and words, where a wrong one would only show later.
+KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {
+    bool: (
+        *("attention_bias", "attention_k_eq_v", "attention_sink_bias", "rope_interleaved", "sample_from_anchor"),
+        *("enable_confidence_head", "confidence_head_with_markov", "has_embed_tokens", "has_lm_head"),
+    ),
+    (int, float): (
+        *("rms_norm_eps", "initializer_range", "attention_dropout", "attention_value_scale", "output_multiplier"),
+        "input_embedding_scale",
+    ),
+    str: ("hidden_act",),
+}
 MOST_LAYERS = 1000  # beyond that, a number in a file is a mistake, and not one to make room for
 
 
@@ -127,6 +140,19 @@ class DSparkConfig(PreTrainedConfig):
             self.causal_in_block = self.causal_in_block[0]
 
     def _check(self) -> None:
+        for kind, names in KINDS.items():
+            for name in names:
+                value = getattr(self, name)
+                is_none = value is None and name == "input_embedding_scale"
+                if not is_none and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+                    raise ValueError(f"`{name}` of a drafter's config cannot be {value!r}.")
+        dtype = getattr(torch, str(self.dtype).removeprefix("torch."), None)
+        if self.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"`dtype` of a drafter's config cannot be {self.dtype!r}.")
+        if self.sliding_window_from not in get_args(WindowStart):
+            raise ValueError(
+                f"`sliding_window_from` is one of {get_args(WindowStart)}, got {self.sliding_window_from!r}."
+            )
         sizes = (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "target_hidden_size", "max_position_embeddings", "block_size"),
@@ -146,7 +172,10 @@ class DSparkConfig(PreTrainedConfig):
             )
         if "sliding_attention" in self.layer_types and not (self.sliding_window or 0) > 0:
             raise ValueError(f"Sliding layers need a positive `sliding_window`, got {self.sliding_window}.")
-        if isinstance(self.causal_in_block, list) and len(self.causal_in_block) != self.num_hidden_layers:
+        causal = self.causal_in_block if isinstance(self.causal_in_block, list) else [self.causal_in_block]
+        if not all(isinstance(value, bool) for value in causal):
+            raise ValueError(f"`causal_in_block` is true or false, for all layers or for each, got {causal}.")
+        if isinstance(self.causal_in_block, list) and len(causal) != self.num_hidden_layers:
             raise ValueError(
                 f"`causal_in_block` is {self.causal_in_block}, there are {self.num_hidden_layers} layers."
             )

@@ -18,7 +18,8 @@ from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .checkpoints import read_config, tensor_shapes
+from .checkpoints import obstacle, read_config, tensor_shapes
+from .checkpoints.translation import causal_layers, sliding_layers
 from .compat import HTTPError
 from .configuration_dspark import DSparkConfig
 from .files import write_text
@@ -169,6 +170,8 @@ def model_card(
         repository=repository,
         config=config,
         obstacles=_obstacles(config),
+        export_format=_export_format(config),
+        for_sglang=config.backbone == "qwen3" and _export_format(config) == "deepspec",
         architecture=_architecture(config, tensor_shapes(folder)),
         results=[
             [_cell(name), mode, _cell(result.get("prompts")), *(_cell(result.get(c), f) for c, f in COLUMNS.items())]
@@ -226,29 +229,25 @@ def _architecture(config: DSparkConfig, shapes: dict[str, tuple[int, ...]]) -> d
     }
 
 
+def _export_format(config: DSparkConfig) -> str:
+    """The format in which other engines take this drafter: DeepSpec's has no pruned vocabulary."""
+    return "speculators" if config.draft_vocab_size < config.vocab_size else "deepspec"
+
+
 def _obstacles(config: DSparkConfig) -> list[str]:
-    """What keeps engines that read DeepSpec's layout from loading this drafter."""
+    """What keeps vLLM from drafting with an export of this drafter as it is meant."""
+    name = _export_format(config)
+    if (reason := obstacle(name, config)) is not None:
+        return [reason.rstrip(".")]
+    causal, sliding = causal_layers(config), sliding_layers(config)
     found = {
-        f"its draft layers are {config.backbone}'s, that layout's are Qwen3's": config.backbone != "qwen3",
-        "that layout knows no candidate selector": bool(config.selector_rank),
-        "it has no sequential head": not (config.markov_rank or config.selector_rank),
+        "vLLM's `dspark` method is for drafters with a sequential head, which this one lacks": not config.markov_rank,
         f"its sequential head is {config.markov_head_type}, vLLM knows the vanilla one": bool(config.markov_rank)
         and config.markov_head_type != "vanilla",
-        "vLLM wants drafters with a pruned vocabulary to bring an output head": not config.has_lm_head
-        and config.draft_vocab_size < config.vocab_size,
-        "its blocks leave the first slot unused, which that layout has no field for": not config.sample_from_anchor,
-        "its attention or its logits have what that layout has no field for": _goes_beyond_deepspec(config),
+        "vLLM takes the blocks of sliding layers for causal, which they are not here": name == "speculators"
+        and causal != sliding,
     }
-    return [obstacle for obstacle, is_there in found.items() if is_there]
-
-
-def _goes_beyond_deepspec(config: DSparkConfig) -> bool:
-    plain = DSparkConfig(num_hidden_layers=config.num_hidden_layers)
-    names = (
-        *("layer_types", "causal_in_block", "attention_sink_bias", "attention_value_scale", "rope_interleaved"),
-        *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    )
-    return any(getattr(config, name) != getattr(plain, name) for name in names)
+    return [words for words, is_there in found.items() if is_there]
 
 
 def _curve(points: list[dict] | None) -> list[list[str]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import ClassVar
 
 import torch
 from accelerate.utils import align_module_device
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
@@ -26,9 +30,10 @@ from .backbone.context_cache import ContextCache
 from .backbone.dflash2 import DFlash2DecoderLayer
 from .backbone.gemma4 import Gemma4DecoderLayer
 from .backbone.qwen3 import DSparkDecoderLayer
-from .checkpoints import DROPPED, Checkpoint
+from .checkpoints import DROPPED, NATIVE, Checkpoint, writer
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
+from .files import write_text, written_together
 from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
 from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
@@ -134,7 +139,7 @@ class DSparkModel(PreTrainedModel):
             config, kwargs = DSparkConfig.from_dict(checkpoint.translate(), return_unused_kwargs=True, **kwargs)
             if dtype is not None:
                 kwargs["dtype"] = dtype
-        cls._check_tensors(config, checkpoint)
+        cls.check_tensors(config, checkpoint)
         kwargs |= {"use_safetensors": True, "key_mapping": checkpoint.key_mapping or None}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -158,9 +163,18 @@ class DSparkModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
-        with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+    def check_tensors(cls, config: DSparkConfig, checkpoint: Checkpoint) -> None:
+        """
+        Raises:
+            ValueError: the checkpoint has other tensors than a drafter of that config.
+        """
+        try:
+            with torch.device("meta"):
+                expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(
+                f"The drafter that the config of {checkpoint.path} describes cannot be: {error}"
+            ) from error
         found = checkpoint.tensors
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} belongs to nothing" for name in found.keys() - expected.keys()]
@@ -193,6 +207,7 @@ class DSparkModel(PreTrainedModel):
         repo_id: str | None = None,
         report: str | os.PathLike | None = None,
         license: str | None = None,
+        format: str = NATIVE,
         **kwargs,
     ) -> None:
         """
@@ -208,10 +223,20 @@ class DSparkModel(PreTrainedModel):
             repo_id: where to (default: the folder's name).
             report: what `hf-dspark eval --json` wrote about this drafter.
             license: one of the Hub's license identifiers, for the card.
+            format: `"deepspec"` or `"speculators"` writes config and weights alone, as these have them; of the other
+                arguments only `max_shard_size` counts then. Where such a checkpoint has to have tables that the
+                drafter borrows, copies of the target's go with it.
 
         Raises:
-            ValueError: `report` is no such report.
+            ValueError: `report` is no such report, the drafter cannot be expressed in that format, or it needs a
+                target's tables and has not been bound to one.
         """
+        if format != NATIVE:
+            if push_to_hub or not (state_dict is None and report is None and license is None):
+                raise ValueError(f"Cards and uploads are for drafters in the {NATIVE} format, this is to be {format}.")
+            if kwargs.get("is_main_process", True):
+                self._export(save_directory, format, kwargs.get("max_shard_size", "50GB"))
+            return
         results = None if report is None else hub.read_report(report)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,13 +258,40 @@ class DSparkModel(PreTrainedModel):
             files = {file.name: file for file in Path(scratch).iterdir()}
             for name, file in files.items():
                 os.replace(file, folder / name)
-        for weights in folder.glob(hub.WEIGHTS):  # shards of what was there before
-            if weights.name not in files:
-                weights.unlink()
+        _remove_others(folder, files)
         hub.keep_report(folder, results)
         hub.write_card(folder, license=license)
         if push_to_hub:
             hub.push(folder, repo_id or folder.name, license=license, **push_arguments)
+
+    def _export(self, folder: str | os.PathLike, name: str, max_shard_size: int | str) -> None:
+        """Write a checkpoint in the format of that name."""
+        config, target = copy.deepcopy(self.config), None
+        if self._bound_to is not None and (target := self._bound_to[0]()) is not None:
+            config.input_embedding_scale = self._embedding_scale
+            config.base_model = config.base_model or hub.repository_of(target)
+        to = writer(name, config)
+        written = to.write_config(config, [type(target).__name__] if target is not None else [])
+        tensors = self.state_dict()
+        for table, rows in (("embed_tokens", config.vocab_size), ("lm_head", config.draft_vocab_size)):
+            weight = self._own_weight(table)
+            if weight is None and table in to.tables(config):
+                if (weight := self._shared.get(table)) is None:
+                    raise ValueError(
+                        f"A drafter in the {name} format has its own `{table}`, this one borrows the target's: call "
+                        "`drafter.bind(target)` first."
+                    )
+                if len(weight) < rows:
+                    raise ValueError(f"The target's `{table}` has {len(weight)} rows, the drafter needs {rows}.")
+            if weight is not None:
+                tensors[f"{table}.weight"] = weight[:rows].clone()
+        tensors = {key: tensor.detach().contiguous() for key, tensor in to.write_tensors(tensors, config).items()}
+        written |= {"dtype": str(self.dtype).removeprefix("torch."), "transformers_version": transformers_version}
+        with written_together(folder) as scratch:
+            save_torch_state_dict(tensors, scratch, max_shard_size=max_shard_size, metadata={"format": "pt"})
+            write_text(scratch / "config.json", json.dumps(written, indent=2, sort_keys=True) + "\n")
+            names = {file.name for file in scratch.iterdir()}
+        _remove_others(Path(folder), names)
 
     def push_to_hub(
         self,
@@ -487,6 +539,13 @@ class DSparkModel(PreTrainedModel):
     def block_ids(self, anchor: torch.Tensor) -> torch.Tensor:
         """Block tokens (R, B) for anchors (R, 1)."""
         return F.pad(anchor, (0, self.config.block_size - 1), value=self.config.mask_token_id)
+
+
+def _remove_others(folder: Path, names: Container[str]) -> None:
+    """Remove shards of the weights that were in a folder before those of these names."""
+    for weights in folder.glob(hub.WEIGHTS):
+        if weights.name not in names:
+            weights.unlink()
 
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")

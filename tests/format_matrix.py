@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from conftest import GOLDEN
+from test_convert import EXPORTED
 from test_formats import PUBLISHED, PUBLISHED_BYTES, SIDE_BY_SIDE, WRITTEN
 
-from hf_dspark.checkpoints import FORMATS, format_of, read_config
+from hf_dspark.checkpoints import FORMATS, NATIVE, WRITERS, format_of, native, read_config
 from hf_dspark.checkpoints.unsupported import Unsupported
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "formats.md"
@@ -37,8 +38,8 @@ a config says and hf_dspark does not know is an error, by name: a wrong reading 
 
 This page is written by `tests/format_matrix.py`, from what the tests try.
 
-| format | the first slot of a block | tried with | verified by |
-|---|---|---|---|
+| format | the first slot of a block | tried with | verified by | written as |
+|---|---|---|---|---|
 {read}
 
 Reference values are those of the framework itself (tests/golden). Written in that layout: small drafters, saved under
@@ -46,6 +47,19 @@ the format's names and fields, draft as before, and other readings of windows, c
 caps draft differently. With all of them `generate()` gives the target's own text, and all can be saved in this
 package's format. The parameters of {published} published drafters, counted from their geometry, are as many as the Hub
 says.
+
+## Written
+
+`hf-dspark convert --to` and `drafter.save_pretrained(..., format=)` write a whole checkpoint, or say what it is that
+the format cannot express.
+
+| `--to` | what it can express beside a plain drafter | what goes along | verified by |
+|---|---|---|---|
+{written}
+
+Read back, what was written has the same tensors and a config that computes the same. speculators itself takes
+embeddings, and a whole vocabulary's output head, from its verifier, whatever a checkpoint has; vLLM keeps a
+checkpoint's own.
 
 ## Known, and refused
 
@@ -55,6 +69,28 @@ says.
 
 Quantised weights (NVFP4 and the like) and a mask token's embedding in a pickle are refused, too.
 """
+
+
+ALONG = {
+    NATIVE: "a model card, generation settings, a hardware profile",
+    "deepspec": "copies of the target's embeddings and output head",
+    "speculators": "with a pruned vocabulary, its rows of the target's output head",
+}
+WITH_BACKBONE = {"gemma4": "Gemma4 layers", "dflash2": "DFlash2 layers"}
+
+
+def written() -> list[str]:
+    """Rows of the formats that are written."""
+    rows = [f"| {NATIVE} | everything that is read | {ALONG[NATIVE]} | round trips with all of the formats above |"]
+    for name in WRITERS:
+        cases = [fields for form, fields in EXPORTED if form == name]
+        plain = [fields for fields in cases if "backbone" not in fields]
+        can = [words for field, words in PARTS.items() if any(fields.get(field) for fields in plain)]
+        can += [words for kind, words in WITH_BACKBONE.items() if kind in WRITERS[name]]
+        how = f"round trips ({len(cases)})"
+        how += ", speculators 0.9.0 (tests/interop/speculators_export.py)" if name == "speculators" else ""
+        rows.append(f"| {name} | {', '.join(can)} | {ALONG[name]} | {how} |")
+    return rows
 
 
 def matrix() -> str:
@@ -79,9 +115,13 @@ def matrix() -> str:
         how += [SIDE_BY_SIDE[found.NAME]] if found.NAME in SIDE_BY_SIDE else []
         how += [f"written in that layout ({len(cases)})"] if cases else ["round trips"]
         slot = " or ".join("used" if used else "unused" for used in sorted(slots.get(found.NAME, {True, False})))
-        read.append(f"| {found.NAME} | {slot} | {', '.join(tried)} | {', '.join(how)} |")
+        to = [name for name, modules in WRITERS.items() if found in modules.values()]
+        to = [NATIVE] if found is native else to
+        read.append(f"| {found.NAME} | {slot} | {', '.join(tried)} | {', '.join(how)} | {', '.join(to)} |")
     published = len(PUBLISHED) + len(PUBLISHED_BYTES)
-    return TEXT.format(read="\n".join(read), refused="\n".join(refused), published=published)
+    return TEXT.format(
+        read="\n".join(read), written="\n".join(written()), refused="\n".join(refused), published=published
+    )
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import pytest
 import torch
 from conftest import prompt, tiny_drafter, tiny_target
 from hub_server import TOKEN, hub_server
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load
 from transformers import AutoConfig, AutoModel
 from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import app
+from hf_dspark.inspection import inspect
 from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.profile import HardwareProfile
 
@@ -124,6 +126,20 @@ def loaded_as_config(repo_id):
     return type(AutoConfig.from_pretrained(repo_id)).__name__
 
 
+def inspected(repo_id, **keywords):
+    """What is said of a drafter, and whether its weights were fetched for that."""
+    rows = inspect(repo_id, **keywords)
+    return rows, any(Path(HF_HUB_CACHE).glob(f"*{repo_id.split('/')[1]}/**/*.safetensors"))
+
+
+def push_converted(repo_id, folder):
+    """Push, convert from there, and say what the tokens to speculate are."""
+    push(repo_id)
+    code, output = run_cli("convert", repo_id, folder, "--to", "speculators")
+    assert code == 0, output
+    return json.loads((folder / "config.json").read_text())["speculators_config"]["proposal_methods"]
+
+
 def run_code(code):
     exec(compile(code, "card", "exec"), {})
 
@@ -177,13 +193,15 @@ def test_the_code_on_the_card_runs(client, server, tokenizer, tmp_path):
     client(push_target, "target", tokenizer)
     client(push, fields={"base_model": "tester/target"})
     card = server.files(NAME)["README.md"].decode()
-    use, convert = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    (use,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     client(run_code, use.replace('"Why is the sky blue?"', '"abcdef"').replace("256", "8"))
-    client(run_code, convert.replace('"drafter"', repr(str(tmp_path))))
-    config = json.loads((tmp_path / "config.json").read_text())
+    (convert,) = re.findall(r"^hf-dspark (convert .*)", card, flags=re.MULTILINE)
+    code, output = client(run_cli, *convert.replace(" drafter ", f" {tmp_path / 'drafter'} ").split())
+    assert code == 0, output
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3DSparkModel"]
-    drafter = DSparkModel.from_pretrained(tmp_path)  # as a DeepSpec checkpoint
-    assert drafter.config.block_size == 5
+    drafter = DSparkModel.from_pretrained(tmp_path / "drafter")  # as a DeepSpec checkpoint
+    assert drafter.config.block_size == 5 and drafter.config.has_embed_tokens
 
 
 def test_a_second_push_replaces_the_first(client, server):
@@ -422,3 +440,21 @@ drafter.save_pretrained({str(tmp_path)!r})
     assert {file.name for file in tmp_path.iterdir()} == FILES, "no source code is copied along"
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModel"] == "requires_hf_dspark.DSparkModel", "the copy stands on its own"
+
+
+# Without and with the weights
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_drafter_on_the_hub_is_inspected_without_its_weights(client, shards):
+    keywords = {} if shards == 1 else {"max_shard_size": "20KB"}
+    client(push, "inspected", {"base_model": "org/target"}, revision=f"in-{shards}", **keywords)
+    rows, fetched = client(inspected, "tester/inspected", revision=f"in-{shards}")
+    assert not fetched
+    assert rows["runs here"] == "yes" and rows["made for"] == "org/target"
+    count = sum(parameter.numel() for parameter in a_drafter().parameters())
+    assert rows["size"].startswith(f"{count:,} parameters")
+
+
+def test_a_drafter_on_the_hub_is_converted(client, tmp_path):
+    assert client(push_converted, NAME, tmp_path / "export")[0]["speculative_tokens"] == 5

@@ -9,8 +9,7 @@ from conftest import tiny_drafter, tiny_target
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from hf_dspark import DSparkConfig, DSparkModel, hub
-from hf_dspark.checkpoints import deepspec, read_config, tensor_shapes
+from hf_dspark import DSparkModel, hub
 from hf_dspark.cli import app
 
 GREEDY = {
@@ -198,35 +197,48 @@ def test_where_a_target_came_from(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "obstacle"),
+    ("fields", "form"),
     [
-        ({"markov_rank": 0}, "no sequential head"),
-        ({"markov_head_type": "rnn"}, "vanilla"),
-        ({"draft_vocab_size": 10}, "pruned vocabulary"),
-        ({"sample_from_anchor": False}, "first slot unused"),
-        ({"output_multiplier": 2.0}, "logits"),
-        ({"causal_in_block": [True, False]}, "attention"),
-        ({}, None),
-        ({"draft_vocab_size": 10, "has_lm_head": True}, None),
+        ({}, "deepspec"),
+        ({"sample_from_anchor": False}, "deepspec"),
+        ({"causal_in_block": True}, "deepspec"),
+        ({"draft_vocab_size": 10}, "speculators"),
+        ({"draft_vocab_size": 10, "has_lm_head": True, "attention_bias": True}, "speculators"),
     ],
     ids=str,
 )
-def test_other_engines_are_named_where_they_can_read_the_drafter(fields, obstacle, tmp_path):
+def test_other_engines_are_told_of_an_export_that_can_be_made(fields, form, tmp_path):
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, base_model="org/target", **fields)
+    drafter.save_pretrained(tmp_path / "native")
+    text = card_of(tmp_path / "native").text
+    assert f"hf-dspark convert native drafter --to {form} --target org/target\n" in text
+    assert 'vllm serve org/target --speculative-config \\\n  \'{"method": "dspark"' in text
+    assert f'"num_speculative_tokens": {drafter.config.num_draft_tokens}}}' in text
+    assert ("--speculative-algorithm DSPARK" in text) == (form == "deepspec")
+    drafter.bind(target)
+    drafter.save_pretrained(tmp_path / "export", format=form)
+    assert DSparkModel.from_pretrained(tmp_path / "export").config.num_draft_tokens == drafter.config.num_draft_tokens
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "causal_in_block": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({"markov_rank": 0}, "with a sequential head"),
+        ({"markov_head_type": "rnn"}, "vanilla"),
+        ({"output_multiplier": 2.0}, "output_multiplier"),
+        ({"causal_in_block": [True, False]}, "causal_in_block"),
+        ({"draft_vocab_size": 10, "sliding_window_from": "anchor", **SLIDING}, "for causal"),
+    ],
+    ids=str,
+)
+def test_what_keeps_other_engines_from_a_drafter_is_said(fields, obstacle, tmp_path):
     tiny_drafter(tiny_target("llama"), base_model="org/target", **fields).save_pretrained(tmp_path)
     text = card_of(tmp_path).text
-    assert ("--speculative-algorithm DSPARK" in text) == (obstacle is None)
-    if obstacle is not None:
-        assert obstacle in text
-        return
-    assert 'vllm serve org/target --speculative-config \\\n  \'{"method": "dspark"' in text
-    # The change that the card asks for makes a checkpoint in DeepSpec's layout.
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}
-    assert deepspec.recognises(config)
-    translated = DSparkConfig.from_dict(deepspec.translate(config, tensor_shapes(tmp_path))).to_dict()
-    ours = DSparkConfig.from_dict(read_config(tmp_path)).to_dict()
-    differing = {name for name in translated if translated[name] != ours[name]}
-    assert differing <= {"architectures", "base_model", "tie_word_embeddings"}
+    assert obstacle in text and "vllm serve" not in text and "sglang" not in text
 
 
 def test_the_command_line_writes_a_card(drafter, report, tmp_path):

@@ -5,11 +5,15 @@ it, with convolutions along the block and a candidate selector. Rows of a block 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..configuration_dspark import DSparkConfig
 from . import speculators, zlab
 from .fields import Fields
+from .speculators import tables, write_tensors
 from .translation import Shapes, architectures, section, tensor_name
 
-__all__ = ["NAME", "recognises", "tensor_name", "translate"]
+__all__ = ["NAME", "recognises", "tables", "tensor_name", "translate", "write_config", "write_tensors"]
 
 NAME = "DFlash2"
 OWN = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -40,3 +44,22 @@ def translate(config: dict, tensors: Shapes) -> dict:
         rest["dflash_config"] = {name: value for name, value in nested.items() if name not in OWN}
         translated = zlab.translate({"is_causal": False, **rest}, tensors)
     return {**translated, **own, "backbone": "dflash2"}
+
+
+def write_config(config: DSparkConfig, target_architectures: Sequence[str] = ()) -> dict:
+    """
+    config.json of a drafter, as speculators writes it.
+
+    Args:
+        target_architectures: the target's, which the config names.
+
+    Raises:
+        ValueError: it cannot express the drafter.
+    """
+    if not config.selector_rank or config.markov_rank or config.enable_confidence_head:
+        raise ValueError(f"A {NAME} drafter has a candidate selector and no other head.")
+    rest = DSparkConfig.from_dict(config.to_dict() | {"backbone": "qwen3", "selector_rank": 0})
+    written = speculators.write_config(rest, target_architectures)
+    written["speculators_config"]["algorithm"] = "dflash2"
+    names = {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+    return written | names | {name: getattr(config, name) for name in OWN}

@@ -7,11 +7,16 @@ full-attention kind, whose sizes are the `global` ones. Embeddings are scaled an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..configuration_dspark import DSparkConfig
+from . import translation
+from .deepspec import drafter_fields, tables, write_tensors
 from .fields import Fields, transformers_fields
 from .translation import Shapes, architectures, tensor_name
 from .translation import translate as translate_fields
 
-__all__ = ["NAME", "recognises", "tensor_name", "translate"]
+__all__ = ["NAME", "recognises", "tables", "tensor_name", "translate", "write_config", "write_tensors"]
 
 NAME = "DeepSpec Gemma4"
 # Of the target's other layers, and of parts that the drafter does not have.
@@ -65,3 +70,46 @@ def translate(config: dict, tensors: Shapes) -> dict:
     known = transformers_fields("gemma4_text") | transformers_fields(config.get("target_text_model_type"))
     fields.refuse_unknown(known | HARMLESS | READ, of_target=True)
     return translated
+
+
+def write_config(config: DSparkConfig, target_architectures: Sequence[str] = ()) -> dict:
+    """
+    config.json of a drafter.
+
+    Args:
+        target_architectures: the target's, for which DeepSpec has no field.
+
+    Raises:
+        ValueError: DeepSpec cannot express it.
+    """
+    here = ("attention_k_eq_v", "final_logit_softcapping", "input_embedding_scale")
+    plain = {name: value for name, value in translation.PLAIN.items() if name not in here}
+    reasons = {
+        "pruned vocabulary": config.draft_vocab_size < config.vocab_size,
+        "sliding windows": any(translation.sliding_layers(config)),
+        "causal blocks": any(translation.causal_layers(config)),
+        f"`input_embedding_scale` {config.input_embedding_scale}": config.input_embedding_scale
+        != config.hidden_size**0.5,
+    }
+    translation.refuse_beyond(NAME, config, plain, reasons)
+    backbone = translation.qwen3_fields(config)
+    for name in ("hidden_act", "use_sliding_window", "sliding_window"):
+        del backbone[name]
+    return {
+        "architectures": ["Gemma4DSparkModel"],
+        **backbone,
+        "model_type": "gemma4_text",
+        "hidden_activation": config.hidden_act,
+        "global_head_dim": config.head_dim,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope_parameters": {
+            "full_attention": config.rope_parameters,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},  # of no layer here
+        },
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        **drafter_fields(config),
+    }

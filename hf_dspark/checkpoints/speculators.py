@@ -4,22 +4,31 @@ Checkpoints of the speculators library, DSpark and DFlash.
 The backbone is a nested config from which the fields at their defaults are left out. The taps count from the
 embeddings on. Sliding layers see a window before the anchor that is the same for every slot, and are causal in the
 block unless `sliding_window_non_causal`; full layers never are. The vocabulary may be pruned (`d2t`).
+
+What is written has the layout of version 0.9.0: a drafter with a pruned vocabulary brings its rows of the output head,
+which engines cannot take from the target's; other tables are there only if they are the drafter's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from transformers import CONFIG_MAPPING
 
+from ..configuration_dspark import DSparkConfig
+from . import translation
 from .fields import Fields, transformers_fields
 from .translation import Shapes, section, tensor_name
 from .translation import translate as translate_fields
 
-__all__ = ["NAME", "recognises", "tensor_name", "translate"]
+__all__ = ["NAME", "recognises", "tables", "tensor_name", "translate", "write_config", "write_tensors"]
 
 NAME = "speculators"
 ALGORITHMS = ("dspark", "dflash")
+VERSION = "0.9.0"
 BACKBONES = ("qwen3", "llama")  # the layers are Qwen3's either way
 HARMLESS = {"speculators_model_type", "speculators_version", "speculators_config", "model_type"}
 
@@ -51,7 +60,7 @@ def translate(config: dict, tensors: Shapes) -> dict:
     translated = translate_fields(fields, tensors, anchor_first, target_layer_ids=[i - 1 for i in aux])
     translated |= {
         "dtype": outer.get("dtype", str),
-        "sliding_window_from": "anchor",
+        "sliding_window_from": "anchor" if "sliding_attention" in translated["layer_types"] else "row",
         "causal_in_block": [kind == "sliding_attention" and not non_causal for kind in translated["layer_types"]],
         "sample_from_anchor": anchor_first,
         "base_model": verifier(config),
@@ -116,3 +125,67 @@ def verifier(config: dict) -> str | None:
     except HFValidationError:
         pass
     return None
+
+
+def write_config(config: DSparkConfig, target_architectures: Sequence[str] = ()) -> dict:
+    """
+    config.json of a drafter.
+
+    Args:
+        target_architectures: the target's, which the config names.
+
+    Raises:
+        ValueError: speculators cannot express it.
+    """
+    causal, sliding = translation.causal_layers(config), translation.sliding_layers(config)
+    reasons = {
+        "windows that start from each row": any(sliding) and config.sliding_window_from != "anchor",
+        f"`causal_in_block` {config.causal_in_block}": causal != sliding and any(causal),
+        "`rope_parameters` that turn a part of each head": translation.turns_part_of_heads(config),
+    }
+    translation.refuse_beyond(NAME, config, translation.PLAIN, reasons)
+    kind = "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "transformer_layer_config": translation.qwen3_fields(config) | {"tie_word_embeddings": False},
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": any(sliding) and not any(causal),
+        "sample_from_anchor": config.sample_from_anchor,
+        **(translation.heads_fields(config) if kind == "dspark" else {}),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_draft_tokens}],
+            "verifier": {"name_or_path": config.base_model, "architectures": list(target_architectures)},
+        },
+        "tie_word_embeddings": False,
+    }
+
+
+def tables(config: DSparkConfig) -> tuple[str, ...]:
+    """Which of embeddings and output head a checkpoint has to have, even where they are the target's."""
+    return ("lm_head",) if config.draft_vocab_size < config.vocab_size else ()
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], config: DSparkConfig) -> dict[str, torch.Tensor]:
+    """
+    The tensors of a checkpoint: with a pruned vocabulary also `t2d`, which says of each of the target's tokens whether
+    it is in it.
+
+    Raises:
+        ValueError: draft tokens are not in the order of the target's, so that `t2d` would put them into another.
+    """
+    if "d2t" not in tensors:
+        return tensors
+    offsets = tensors["d2t"].cpu()
+    ids = torch.arange(len(offsets)) + offsets
+    if (ids.diff() <= 0).any():
+        raise ValueError(f"The {NAME} format wants the draft vocabulary in the order of the target's token ids.")
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return {**tensors, "t2d": t2d}

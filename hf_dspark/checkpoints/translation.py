@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from ..configuration_dspark import DSparkConfig
 from .fields import Fields
 
 Shapes = dict[str, tuple[int, ...]]
@@ -11,6 +13,17 @@ Shapes = dict[str, tuple[int, ...]]
 GEOMETRY = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Inherited from multimodal targets and without meaning here: the drafter rotates whole heads.
 INHERITED_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+# What not every format can say, with its values in a drafter that has nothing of it.
+PLAIN: dict[str, Any] = {
+    "attention_k_eq_v": False,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "rope_interleaved": False,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "selector_rank": 0,
+}
 # Patterns of tensors that are there for training, or that follow from the config.
 DROPPED = [r"(^|\.)(t2d|mask_embedding(\.weight)?)$", r"(^|\.)(rotary_emb|verifier_lm_head|verifier_norm)\."]
 
@@ -187,3 +200,66 @@ def architectures(config: dict) -> list:
 def section(config: dict, name: str) -> dict:
     """A nested object of a config, empty if there is none of that name."""
     return config[name] if isinstance(config.get(name), dict) else {}
+
+
+# Writing
+
+
+def refuse_beyond(name: str, config: DSparkConfig, plain: dict[str, Any], reasons: dict[str, bool]) -> None:
+    """
+    Args:
+        name: of the format that is to be written.
+        plain: fields that it does not have, and the values that need none.
+        reasons: what else it may lack, and whether this drafter would need it.
+
+    Raises:
+        ValueError: the format cannot say what this drafter computes.
+    """
+    found = {field: getattr(config, field) for field in plain}
+    lacking = [f"`{field}` {value}" for field, value in found.items() if value != plain[field]]
+    last = config.num_target_layers and config.num_target_layers - 1
+    common = {
+        "a `target_hidden_size` other than `hidden_size`": config.target_hidden_size != config.hidden_size,
+        f"layer {last} among `target_layer_ids`, whose output engines have behind the final norm alone": last
+        in config.target_layer_ids,
+    }
+    lacking += [reason for reason, is_there in (common | reasons).items() if is_there]
+    if lacking:
+        raise ValueError(f"The {name} format has no way to express this drafter's {'; '.join(lacking)}.")
+
+
+def qwen3_fields(config: DSparkConfig) -> dict:
+    """The fields of a Qwen3 config that has this drafter's layers."""
+    names = (
+        *(*GEOMETRY, "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias"),
+        *("max_position_embeddings", "initializer_range", "rope_parameters", "layer_types", "sliding_window"),
+    )
+    fields = {name: getattr(config, name) for name in names}
+    return {"model_type": "qwen3", **fields, "use_sliding_window": "sliding_attention" in config.layer_types}
+
+
+def turns_part_of_heads(config: DSparkConfig) -> bool:
+    """Whether `rope_parameters` have what formats with Qwen3 layers take for a leftover of the target's config."""
+    return any(name in config.rope_parameters for name in INHERITED_ROPE)
+
+
+def heads_fields(config: DSparkConfig) -> dict:
+    """What most formats call the heads."""
+    fields: dict[str, Any] = {
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.enable_confidence_head,
+    }
+    if config.markov_rank:
+        fields["markov_head_type"] = config.markov_head_type
+    return fields | {"confidence_head_with_markov": config.confidence_head_with_markov and config.markov_rank > 0}
+
+
+def causal_layers(config: DSparkConfig) -> list[bool]:
+    """For each layer, whether the rows of a block see only those before them."""
+    causal = config.causal_in_block
+    return causal if isinstance(causal, list) else [causal] * config.num_hidden_layers
+
+
+def sliding_layers(config: DSparkConfig) -> list[bool]:
+    """For each layer, whether it slides; where a config says no more than that, these layers are the causal ones."""
+    return [kind == "sliding_attention" for kind in config.layer_types]
