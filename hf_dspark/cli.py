@@ -47,7 +47,22 @@ def load_both(target: str, drafter: str | Path, dtype: torch.dtype) -> tuple:
     return model, AutoTokenizer.from_pretrained(folder), draft_model
 
 
-Target = Annotated[str, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")]
+TARGET_HELP = "Folder or Hub repository of the target, or `smollm2`, the demo's."
+Target = Annotated[str, typer.Option(help=TARGET_HELP)]
+Drafter = Annotated[str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")]
+Prompts = Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")]
+AnswerLength = Annotated[int, typer.Option(min=2, help="Length of each answer.")]
+NumAssistantTokens = Annotated[
+    int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
+]
+ConfidenceThreshold = Annotated[
+    float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
+]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one).")
+]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 
 
 @app.command()
@@ -175,20 +190,14 @@ def train(
 @app.command(name="eval")
 def evaluate(
     target: Target,
-    prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 256,
-    num_assistant_tokens: Annotated[
-        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
-    ] = None,
-    confidence_threshold: Annotated[
-        float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
-    ] = None,
+    prompts: Prompts,
+    drafter: Drafter = None,
+    limit: Limit = None,
+    max_new_tokens: AnswerLength = 256,
+    num_assistant_tokens: NumAssistantTokens = None,
+    confidence_threshold: ConfidenceThreshold = None,
     baselines: Annotated[bool, typer.Option(help="Compare with prompt lookup and DFlash, too.")] = True,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
     report_folder: Annotated[
         Path | None, typer.Option("--report", help="Write a report with plots and the results there.")
@@ -252,12 +261,8 @@ def profile_file(drafter: str, output: Path | None) -> tuple:
 
 @app.command()
 def view(
-    target: Annotated[
-        str | None, typer.Option(help="Folder or Hub repository of the target, or `smollm2`, the demo's.")
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
+    drafter: Drafter = None,
     prompt: Annotated[str | None, typer.Option(help="What the target is asked.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Show this trace file instead of generating.")] = None,
     against: Annotated[
@@ -265,16 +270,12 @@ def view(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser there.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the trace there.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of the answer.")] = 64,
+    max_new_tokens: AnswerLength = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 is greedy.")] = 0.0,
     alternatives: Annotated[int, typer.Option(min=1, help="Likely tokens to keep of every slot.")] = 5,
-    num_assistant_tokens: Annotated[
-        int | None, typer.Option(help="Verify at most so many drafts a round (default: the drafter's setting).")
-    ] = None,
-    confidence_threshold: Annotated[
-        float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    num_assistant_tokens: NumAssistantTokens = None,
+    confidence_threshold: ConfidenceThreshold = None,
+    dtype: Dtype = "float32",
     seed: int = 0,
 ) -> None:
     """Show what a drafter does, round by round: in the terminal, and as a page; one recording or two side by side."""
@@ -348,18 +349,13 @@ def view(
 @app.command()
 def profile(
     target: Target,
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
-    ] = None,
+    drafter: Drafter = None,
+    output: ProfileFile = None,
     rows: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences at once, besides one; may be repeated (default: 2, 4).")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw rounds per second into this image file.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Measure what rounds cost on this machine, into the hardware profile that travels with the drafter."""
     from .demo import DRAFTER, PROMPTS
@@ -460,22 +456,17 @@ def convert(
 @app.command()
 def calibrate(
     target: Target,
-    prompts: Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")],
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 256,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
-    ] = None,
+    prompts: Prompts,
+    drafter: Drafter = None,
+    limit: Limit = None,
+    max_new_tokens: AnswerLength = 256,
+    output: ProfileFile = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was found there.")] = None,
     temperatures: Annotated[
         Path | None,
         typer.Option(help="Folder for greedy.json and sample.json, which SGLang and TensorRT-LLM read."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     seed: int = 0,
 ) -> None:
     """Calibrate a drafter's confidences on prompts, into the hardware profile that travels with it."""
