@@ -49,7 +49,9 @@ def load_both(target: str, drafter: str | Path, dtype: torch.dtype) -> tuple:
 
 TARGET_HELP = "Folder or Hub repository of the target, or `smollm2`, the demo's."
 Target = Annotated[str, typer.Option(help=TARGET_HELP)]
-Drafter = Annotated[str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")]
+Drafter = Annotated[
+    str | None, typer.Option(help="Folder or Hub repository of the drafter (default: the shipped one).")
+]
 Prompts = Annotated[list[Path], typer.Option(help="A jsonl file of `messages` or `prompt` rows; may be repeated.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only so many prompts of each file.")]
 AnswerLength = Annotated[int, typer.Option(min=2, help="Length of each answer.")]
@@ -60,7 +62,8 @@ ConfidenceThreshold = Annotated[
     float | None, typer.Option(help="Stop drafts at a lower confidence (default: the drafter's setting).")
 ]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one).")
+    Path | None,
+    typer.Option(help="Folder or .json file for the profile (default: the drafter's folder, or this one)."),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 
