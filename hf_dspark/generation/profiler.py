@@ -208,18 +208,19 @@ def identity_of(target: PreTrainedModel, drafter: DSparkModel) -> Identity:
         dtype=" with ".join(dict.fromkeys(dtypes)),
         attention=own_attention(target.config),
         target=_hash(target.config),
-        drafter=_hash(drafter.config),
+        drafter=_hash(drafter.config, type(drafter.config)().to_dict()),
     )
 
 
 _TIMELESS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "base_model", "use_cache")
 
 
-def _hash(config: PreTrainedConfig) -> str:
+def _hash(config: PreTrainedConfig, usual: dict | None = None) -> str:
+    """Of the fields that are not as in `usual`, so that a release with more of them changes nothing."""
     fields = {
         name: value
         for name, value in config.to_diff_dict().items()
-        if name not in _TIMELESS and "token_id" not in name and value is not None
+        if name not in _TIMELESS and "token_id" not in name and value is not None and value != (usual or {}).get(name)
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
