@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_dspark.scheduling.batch import HardwareAwareBatch
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.hardware_aware import HardwareAware, gains
 
@@ -204,6 +205,32 @@ def best_budgets(expected: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return budgets
 
 
+def hardware_aware_batch(survivals: np.ndarray, curve, seed: int = 0) -> float:
+    """The package's own for sampling, which learns from what is accepted, and may not draft."""
+    _, requests, slots = survivals.shape
+    seconds, plain = batch_seconds(curve, requests), curve(requests, requests)
+    costs = RoundCosts(DRAFTING * (1 + requests / 100), tuple(seconds - DRAFTING * (1 + requests / 100)))
+    scheduler, draw = HardwareAwareBatch(lambda rows: costs, LENGTH, do_sample=True), np.random.default_rng(seed)
+    tokens = spent = 0.0
+    for survival in survivals:
+        confidences = survival / np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
+        counts, going = np.zeros(requests, dtype=int), list(range(requests))
+        drafting = any(scheduler.limits([LENGTH] * requests))
+        for slot in range(slots if drafting else 0):
+            admitted = scheduler.admits(slot, going, confidences[going, slot].tolist())
+            going = [row for row, yes in zip(going, admitted) if yes]
+            if not going:
+                break
+            counts[going] += 1
+        wrong = draw.random(survival.shape) >= confidences
+        accepted = np.minimum(np.where(wrong.any(1), wrong.argmax(1), slots), counts)
+        took = seconds[counts.sum()] if drafting else plain
+        scheduler.observe(counts.tolist(), accepted.tolist(), took)
+        tokens += requests + survival[np.arange(slots) < counts[:, None]].sum()
+        spent += took
+    return tokens / spent
+
+
 def batch_rates(survivals: np.ndarray, curve) -> dict[str, float]:
     """Expected tokens per second of the rules. "optimum" looks ahead and is for greedy decoding only."""
     rounds, requests, _ = survivals.shape
@@ -217,6 +244,7 @@ def batch_rates(survivals: np.ndarray, curve) -> dict[str, float]:
         "uniform length": per_length.max(),
         "early stop": batch_early_stop(expected, seconds),
         "stale budget": batch_rate(stale, expected, seconds),
+        "hardware-aware": hardware_aware_batch(survivals, curve),
         "optimum": batch_rate(budgets, expected, seconds),
     }
 
@@ -253,8 +281,11 @@ def main(
         table.add_row(text, what, f"{early_stop(played, here) / base:.3f}", f"{ours:.3f}")
     console.print(table)
 
-    table = Table(title="Tokens per second, many requests", caption="expected; all but plain always draft")
-    for column in ("costs", "requests", "plain", "uniform length", "early stop", "stale budget", "optimum"):
+    table = Table(
+        title="Tokens per second, many requests", caption="expected; all but plain and hardware-aware always draft"
+    )
+    rules = ("plain", "uniform length", "early stop", "stale budget", "hardware-aware", "optimum")
+    for column in ("costs", "requests", *rules):
         table.add_column(column, justify="left" if column == "costs" else "right")
     for name, curve in BATCH_CURVES.items():
         for requests in BATCHES:
