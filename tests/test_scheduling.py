@@ -8,7 +8,7 @@ import random
 
 import pytest
 from conftest import tiny_drafter, tiny_target
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_dspark.generation.candidate_generator import scheduler_of
@@ -244,6 +244,8 @@ def slowdown(rounds, plain: float) -> float:
 
 
 @settings(max_examples=20, deadline=None)
+@example(draft=0.05, slope=0.0, wrongly_sure=1.0, noise=0.0859375, do_sample=False)  # dearer by less than the noise
+@example(draft=0.15, slope=0.0, wrongly_sure=0.7, noise=0.1, do_sample=True)
 @given(
     draft=st.floats(0.05, 2),
     slope=st.floats(0, 0.5),

@@ -27,7 +27,7 @@ class Ledger:
     def __init__(self):
         self.credit = 1.0
         self._speedup = Average(1.0, PRIOR)
-        self._log_price = Average(0.0, weight=1.0)
+        self._log_price = Average(0.0)
         self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
         self._last_round: tuple[bool, float] | None = None
 
