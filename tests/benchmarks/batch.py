@@ -155,7 +155,7 @@ def main(
     )
     loads = [int(load) for load in requests.split(",")]
     prompt = sweep.prompts(1)["input_ids"]
-    sweep.drafter.hardware_profile = HardwareProfile()
+    sweep.drafter.hardware_profile = sweep.drafter.hardware_profile or HardwareProfile()
     sweep.drafter.hardware_profile.add(
         profile(sweep.target, sweep.drafter, [prompt], rows=sorted({1, *loads}), depths=(64,), seconds=seconds)
     )
