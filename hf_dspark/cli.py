@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import rich
 import torch
 import typer
+
+if TYPE_CHECKING:
+    from .modeling_dspark import DSparkModel
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="DSpark speculative decoding for transformers.")
 
@@ -45,6 +48,14 @@ def load_both(target: str, drafter: str | Path, dtype: torch.dtype) -> tuple:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     draft_model = DSparkModel.from_pretrained(drafter, dtype=dtype).eval().to(device)
     return model, AutoTokenizer.from_pretrained(folder), draft_model
+
+
+def override_schedule(drafter: DSparkModel, length: int | None, threshold: float | None) -> None:
+    """Put what the command line says in the place of the drafter's own settings."""
+    if length is not None:
+        drafter.generation_config.num_assistant_tokens = length
+    if threshold is not None:
+        drafter.generation_config.assistant_confidence_threshold = threshold
 
 
 TARGET_HELP = "Folder or Hub repository of the target, or `smollm2`, the demo's."
@@ -223,10 +234,7 @@ def evaluate(
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
     dtype_of_both = named_dtype(dtype)
     model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, dtype_of_both)
-    if num_assistant_tokens is not None:
-        draft_model.generation_config.num_assistant_tokens = num_assistant_tokens
-    if confidence_threshold is not None:
-        draft_model.generation_config.assistant_confidence_threshold = confidence_threshold
+    override_schedule(draft_model, num_assistant_tokens, confidence_threshold)
     try:
         reports = evaluate(
             model,
@@ -318,10 +326,7 @@ def view(
                 runs.append((other, name_of(against), as_configured, ""))
             for running, *_ in runs:
                 running.check_target(model)
-                if num_assistant_tokens is not None:
-                    running.generation_config.num_assistant_tokens = num_assistant_tokens
-                if confidence_threshold is not None:
-                    running.generation_config.assistant_confidence_threshold = confidence_threshold
+                override_schedule(running, num_assistant_tokens, confidence_threshold)
                 scheduler_of(running)
             recordings = [
                 record(

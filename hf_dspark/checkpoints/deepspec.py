@@ -42,8 +42,7 @@ def translate(config: dict, tensors: Shapes) -> dict:
         ValueError: a required field is missing, a field contradicts the tensors, or it is unknown what a field does.
     """
     fields = Fields(NAME, config)
-    if fields.get("projector_type", str, "dspark") != "dspark":
-        raise ValueError(f"This DeepSpec drafter has a projector of type {config['projector_type']!r}.")
+    fields.expect_projector("dspark")
     if fields.get("causal_in_block", bool, False):
         raise ValueError("DeepSpec has no field `causal_in_block`; its blocks are causal where `is_causal` says so.")
     translated = translate_fields(fields, tensors, sample_from_anchor=True)

@@ -100,6 +100,14 @@ class Fields:
             raise ValueError(f"A {self.name} config needs `{name}`.")
         return value
 
+    def expect_projector(self, kind: str) -> None:
+        """
+        Raises:
+            ValueError: the drafter is said to have another `projector_type`.
+        """
+        if (found := self.get("projector_type", str, kind)) != kind:
+            raise ValueError(f"This {self.name} drafter has a projector of type {found!r}.")
+
     def ids(self, name: str) -> list[int] | None:
         """The value of a list of whole numbers."""
         values = self.get(name, list)

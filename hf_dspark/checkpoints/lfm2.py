@@ -27,8 +27,7 @@ def translate(config: dict, tensors: Shapes) -> dict:
     """
     fields = Fields(NAME, config, ["dspark_config", "dflash_config"])
     fields.need("rope_is_neox_style", bool)
-    if fields.get("projector_type", str, "dspark") != "dspark":
-        raise ValueError(f"This {NAME} drafter has a projector of type {fields.get('projector_type', str)!r}.")
+    fields.expect_projector("dspark")
     translated = translate_fields(fields, tensors, sample_from_anchor=True)
     fields.refuse_unknown(transformers_fields())
     return translated

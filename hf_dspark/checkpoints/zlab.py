@@ -34,8 +34,7 @@ def translate(config: dict, tensors: Shapes) -> dict:
 
 def translate_dflash(fields: Fields, tensors: Shapes) -> dict:
     """The same for formats that build on this one."""
-    if fields.get("projector_type", str, "dflash") != "dflash":
-        raise ValueError(f"This drafter has a projector of type {fields.get('projector_type', str)!r}.")
+    fields.expect_projector("dflash")
     if not fields.get("use_aux_hidden_state", bool, True):
         raise ValueError("This drafter does not read hidden states of the target (`use_aux_hidden_state`).")
     layer_ids = fields.ids("target_layer_ids")

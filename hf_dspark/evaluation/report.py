@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ..files import written_together
 from .plots import REGIMES, save_plots
 from .results import Estimate, Report
 from .variants import LABELS
@@ -17,14 +17,10 @@ TEMPLATE = "report.md.jinja"
 
 def write_report(report: Report, folder: str | os.PathLike) -> None:
     """Write `report.md`, its plots and `eval.json` into a folder; each file appears only when it is whole."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        save_plots(report, Path(scratch))
-        (Path(scratch) / "report.md").write_text(markdown(report), encoding="utf-8")
-        report.save(Path(scratch) / "eval.json")
-        for file in Path(scratch).iterdir():
-            os.replace(file, folder / file.name)
+    with written_together(folder) as scratch:
+        save_plots(report, scratch)
+        (scratch / "report.md").write_text(markdown(report), encoding="utf-8")
+        report.save(scratch / "eval.json")
 
 
 def markdown(report: Report) -> str:

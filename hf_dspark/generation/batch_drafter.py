@@ -176,12 +176,8 @@ class BatchDrafter:
             if self.drafter.rounds is not None:
                 seconds = self.clock.seconds.share(len(rows))
                 for row, *predicted, count in zip(rows, self._confidences, self._logits, self._margins, accepted):
-                    draft = row.draft[0].tolist()
-                    ended = count < len(draft) and draft[count] == row.text[0, -1].item()
-                    confidence, logit, margin = (several[: len(draft)] for several in predicted)
-                    self.drafter.rounds.append(
-                        Round(draft, confidence, count, ended, seconds, logit, margin, row=row.index)
-                    )
+                    draft, last = row.draft[0].tolist(), int(row.text[0, -1])
+                    self.drafter.rounds.append(Round.of(draft, count, last, seconds, predicted, row=row.index))
         self.clock.restart()
 
 

@@ -175,17 +175,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.clock.lap("rest")
             self.scheduler.observe(self._draft.shape[1], num_matches, self.clock.elapsed())
             if self.drafter.rounds is not None:
-                draft = self._draft[0].tolist()
-                ended = num_matches < len(draft) and draft[num_matches] == input_ids[0, -1].item()
-                predicted, logit, margin = (
-                    several[: len(draft)] for several in (self._confidences, self._logits, self._margins)
-                )
                 if self._details is not None:
                     count = self.drafter.alternatives
                     self._details.add_verdict(
                         input_ids, self._draft, num_matches, logits, self.logits_processor, count
                     )
+                draft, last = self._draft[0].tolist(), int(input_ids[0, -1])
+                predicted = self._confidences, self._logits, self._margins
                 self.drafter.rounds.append(
-                    Round(draft, predicted, num_matches, ended, self.clock.seconds, logit, margin, self._details)
+                    Round.of(draft, num_matches, last, self.clock.seconds, predicted, self._details)
                 )
         self.clock.restart()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -127,6 +127,25 @@ class Round:
     margin: list[float] = field(default_factory=list)
     details: Details | None = None
     row: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        draft: list[int],
+        accepted: int,
+        last: int,
+        seconds: Seconds,
+        predicted: Sequence[list[float]],
+        details: Details | None = None,
+        row: int = 0,
+    ) -> Round:
+        """
+        A round that ended with the token `last`; `predicted` are confidence, logit and margin of all that was drafted,
+        of which `draft` is what was verified.
+        """
+        ended = accepted < len(draft) and draft[accepted] == last
+        confidence, logit, margin = (several[: len(draft)] for several in predicted)
+        return cls(draft, confidence, accepted, ended, seconds, logit, margin, details, row)
 
 
 class Clock:

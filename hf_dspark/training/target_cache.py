@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from ..files import written_together
 from ..modeling_dspark import DSparkModel
 
 STORED_AS = {"features": torch.bfloat16, "target_log_probs": torch.float16, "target_choice": torch.int32}
@@ -35,14 +36,14 @@ class TargetCache:
         if (ids := drafter.draft_token_ids) is not None:
             about.update(ids.cpu().numpy().tobytes())
         self.folder = Path(folder) / about.hexdigest()[:16]
-        self.folder.mkdir(parents=True, exist_ok=True)
 
-    def _file(self, text: torch.Tensor) -> Path:
-        return self.folder / f"{hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]}.safetensors"
+    @staticmethod
+    def _name(text: torch.Tensor) -> str:
+        return f"{hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]}.safetensors"
 
     def read(self, texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Tensors (R, T, ...) of the texts, right-padded, in the types they are kept in; `None` if one is missing."""
-        files = [self._file(text) for text in texts]
+        files = [self.folder / self._name(text) for text in texts]
         if not all(file.exists() for file in files):
             return None
         entries = [load_file(file) for file in files]
@@ -50,9 +51,7 @@ class TargetCache:
 
     def write(self, texts: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
         """Keep `tensors` (R, T, ...) of the texts."""
-        for i, text in enumerate(texts):
-            entry = {name: tensors[name][i, : len(text)].to("cpu", dtype) for name, dtype in STORED_AS.items()}
-            file = self._file(text)
-            scratch = file.with_suffix(f".{os.getpid()}.tmp")
-            save_file({name: tensor.contiguous() for name, tensor in entry.items()}, scratch)
-            os.replace(scratch, file)
+        with written_together(self.folder) as scratch:
+            for i, text in enumerate(texts):
+                entry = {name: tensors[name][i, : len(text)].to("cpu", dtype) for name, dtype in STORED_AS.items()}
+                save_file({name: tensor.contiguous() for name, tensor in entry.items()}, scratch / self._name(text))
