@@ -149,6 +149,10 @@ def data(
 def train(
     target: Target,
     output: Annotated[Path, typer.Option(help="Folder for the drafter, its data and its checkpoints.")],
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="A drafter to go on from, whose shape is kept, instead of a new one."),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder made by `hf-dspark data`, or jsonl file of `input_ids` (default: self-written)."),
@@ -166,6 +170,13 @@ def train(
     block_size: Annotated[int, typer.Option(help="Rows of a draft block.")] = 7,
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated or rnn.")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
+    copy_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a repetition that the copy head goes by; 0 for none, as other engines have (default: 6, or "
+            "the drafter's)."
+        ),
+    ] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the drafter can propose.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="A token that never occurs in text.")] = None,
     cache: Annotated[
@@ -191,11 +202,13 @@ def train(
         mask_token_id=mask_token_id,
         cache=cache,
         seed=seed,
+        drafter_path=drafter,
         num_hidden_layers=layers,
         block_size=block_size,
         markov_head_type=head,
         markov_rank=rank,
         **({"base_model": REPOSITORY} if target == "smollm2" else {}),
+        **({} if copy_ngram_size is None else {"copy_ngram_size": copy_ngram_size}),
         **({} if kv_heads is None else {"num_key_value_heads": kv_heads}),
         **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
     )

@@ -27,6 +27,7 @@ KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {
     ),
     str: ("hidden_act",),
 }
+LONGEST_REPETITION = 64
 MOST_LAYERS = 1000  # beyond that, a number in a file is a mistake, and not one to make room for
 
 
@@ -70,6 +71,7 @@ class DSparkConfig(PreTrainedConfig):
         markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`.
         selector_rank: rank of a candidate selector, 0 for none; it takes the place of the sequential head.
         selector_top_k: tokens of each slot that the selector chooses from.
+        copy_ngram_size: most tokens of a repetition that a copy head goes by, 0 for none.
         enable_confidence_head: whether each draft token comes with a predicted acceptance probability.
         confidence_head_with_markov: whether that head also reads the embedding of the previous token.
         has_embed_tokens, has_lm_head: whether the checkpoint has its own; otherwise the target's are used.
@@ -120,6 +122,7 @@ class DSparkConfig(PreTrainedConfig):
     markov_head_type: HeadType = "vanilla"
     selector_rank: int = 0
     selector_top_k: int = 16
+    copy_ngram_size: int = 0
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     has_embed_tokens: bool = False
@@ -195,6 +198,8 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`target_layer_ids` starts at -1 (the embeddings), got {self.target_layer_ids}.")
         if self.markov_rank < 0:
             raise ValueError(f"`markov_rank` is 0 or more, got {self.markov_rank}.")
+        if not 0 <= self.copy_ngram_size <= LONGEST_REPETITION:
+            raise ValueError(f"`copy_ngram_size` is 0 to {LONGEST_REPETITION}, got {self.copy_ngram_size}.")
         if self.markov_head_type not in get_args(HeadType):
             raise ValueError(f"`markov_head_type` is one of {get_args(HeadType)}, got {self.markov_head_type!r}.")
         if self.backbone not in get_args(Backbone):

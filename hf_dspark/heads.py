@@ -1,9 +1,10 @@
-"""Small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector) and confidence."""
+"""Small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector), copy, confidence."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .configuration_dspark import DSparkConfig
 
@@ -108,6 +109,51 @@ class CandidateSelector(nn.Module):
 
 
 SEQUENTIAL_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+
+
+class CopyHead(nn.Module):
+    """
+    Where the text ends with n tokens that it has had before, the token that came next then gets the bias
+    `strength[n - 1]`, and the confidence in this slot the logit `certainty[n - 1]`.
+
+    Of all repetitions the longest counts, up to `copy_ngram_size` tokens, and of these the latest. Like a sequential
+    head it goes by the tokens before a slot alone.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.strength = nn.Parameter(torch.zeros(config.copy_ngram_size))
+        self.certainty = nn.Parameter(torch.zeros(config.copy_ngram_size))
+
+    def find(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        What may come after texts (R, T), aligned to the right with -1 before them: the token that came next the last
+        time, (R,), and how many tokens have been repeated, (R,); 0 where nothing has.
+        """
+        earlier = text[:, :-1]  # a repetition may end at each of these, and goes on with the one after
+        if not earlier.shape[1]:
+            return text[:, -1], torch.zeros_like(text[:, -1])
+        same = earlier == text[:, -1:]
+        lengths = same.long()
+        for back in range(1, min(len(self.strength), earlier.shape[1])):
+            same = same & F.pad(earlier[:, :-back] == text[:, -1 - back, None], (back, 0))
+            lengths += same
+        places = torch.arange(lengths.shape[1], device=text.device)
+        place = (lengths * lengths.shape[1] + places).argmax(-1, keepdim=True)
+        return text.gather(-1, place + 1)[:, 0], lengths.gather(-1, place)[:, 0]
+
+    def find_all(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What [`find`] says behind every token of one text (T,), from what stands before it: (T,) each."""
+        return self.find(F.pad(text, (len(text) - 1, 0), value=-1).unfold(0, len(text), 1))
+
+    def logits(self, logits: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V_d) with the bias on the tokens `draft_ids` (...), of which -1 is none."""
+        bias = F.pad(self.strength, (1, 0))[lengths] * (draft_ids >= 0)
+        return logits.scatter_add(-1, draft_ids.clamp(min=0).unsqueeze(-1), bias.to(logits).unsqueeze(-1))
+
+    def confidence(self, lengths: torch.Tensor) -> torch.Tensor:
+        """What the logit of c_k gains, (...) in float32."""
+        return F.pad(self.certainty, (1, 0))[lengths].float()
 
 
 def top_2_margin(logits: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from .checkpoints import DROPPED, NATIVE, Checkpoint, writer
 from .compat import resolve_revision
 from .configuration_dspark import DSparkConfig
 from .files import write_text, written_together
-from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, MarkovHead
+from .heads import SEQUENTIAL_HEADS, CandidateSelector, ConfidenceHead, CopyHead, MarkovHead
 from .scheduling.calibration import Calibration
 from .scheduling.costs import RoundCosts
 from .scheduling.experience import Experience
@@ -101,6 +101,7 @@ class DSparkModel(PreTrainedModel):
         )
         self.markov_head = SEQUENTIAL_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+        self.copy_head = CopyHead(config) if config.copy_ngram_size else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -109,6 +110,7 @@ class DSparkModel(PreTrainedModel):
         self.generation_config = GenerationConfig()
         # Weights that are the target's, by module name. They are not ours to move, train or save, hence no parameters.
         self._shared: dict[str, torch.Tensor] = {}
+        self._draft_ids: torch.Tensor | None = None  # by target id, -1 where there is none
         self._bound_to: tuple | None = None
         self._embedding_scale = config.input_embedding_scale  # until a target says, if it is to
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
@@ -270,9 +272,12 @@ class DSparkModel(PreTrainedModel):
         if self._bound_to is not None and (target := self._bound_to[0]()) is not None:
             config.input_embedding_scale = self._embedding_scale
             config.base_model = config.base_model or hub.repository_of(target)
+        if config.copy_ngram_size:
+            logger.warning(f"The {name} format has no copy head: the drafter is written without its own.")
+            config.copy_ngram_size = 0
         to = writer(name, config)
         written = to.write_config(config, [type(target).__name__] if target is not None else [])
-        tensors = self.state_dict()
+        tensors = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith("copy_head.")}
         for table, rows in (("embed_tokens", config.vocab_size), ("lm_head", config.draft_vocab_size)):
             weight = self._own_weight(table)
             if weight is None and table in to.tables(config):
@@ -335,6 +340,10 @@ class DSparkModel(PreTrainedModel):
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids of the draft vocabulary, (V_d,), or `None` if it is the whole vocabulary."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def draft_ids_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Draft ids (...) of target ids (...), -1 where the draft vocabulary lacks them; for a bound drafter."""
+        return tokens if self._draft_ids is None else self._draft_ids[tokens]
 
     def check_target(self, target: PreTrainedModel) -> None:
         """
@@ -399,6 +408,9 @@ class DSparkModel(PreTrainedModel):
                 self._shared[name] = weight
             elif name in self._shared:  # the checkpoint's own, which equalled another target's
                 self._shared[name] = own.to(self.device, self.dtype)
+        if (ids := self.draft_token_ids) is not None:
+            self._draft_ids = ids.new_full((self.config.vocab_size,), -1)
+            self._draft_ids[ids] = torch.arange(len(ids), device=ids.device)
         self._bound_to = (weakref.ref(target), state)
         self._experience.clear()
 

@@ -19,9 +19,10 @@ from hf_dspark.backbone import qwen3
 from hf_dspark.backbone.attention_mask import AttentionPattern, visible_rows
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
-from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise
+from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise, prepare
 from hf_dspark.training.objective import packed_positions, sample_anchors
-from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences, prune_vocabulary
+from hf_dspark.training.recipe import coverage
+from hf_dspark.training.trainer import DSparkTrainer, config_for, count_tokens, pad_sequences, prune_vocabulary
 
 HEADS = ["vanilla", "gated", "rnn", None]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -158,11 +159,12 @@ def test_the_confidence_head_does_not_pull_at_the_backbone(target, tmp_path):
 def test_pruned_vocabulary_counts_what_it_cannot_propose_as_lost(target, tmp_path):
     drafter = tiny_drafter(target, draft_vocab_size=12)
     data = rows([20, 15])
-    share = prune_vocabulary(drafter, [row["input_ids"] for row in data])
+    counts = count_tokens(drafter.config.vocab_size, [row["input_ids"] for row in data])
+    prune_vocabulary(drafter, counts)
     tokens = [token for row in data for token in row["input_ids"]]
     ids = drafter.draft_token_ids.tolist()
     assert ids == sorted(set(ids)) and len(ids) == 12
-    assert share == pytest.approx(sum(token in ids for token in tokens) / len(tokens))
+    assert coverage(drafter, counts) == pytest.approx(sum(token in ids for token in tokens) / len(tokens), abs=1e-4)
     trainer = trainer_for(drafter, target, tmp_path, data)
     inputs = pad_sequences(data)
     theirs = trainer.target_inputs(inputs)
@@ -199,6 +201,7 @@ def test_a_new_drafter_looks_back_and_learns_in_units_of_the_features(target, mo
     drafter.bind(target)
     text = prompt(60)
     initialise(drafter, target, text.tolist())
+    prepare(drafter, target, text.tolist())
     weights: list[torch.Tensor] = []
     eager = qwen3.eager_attention_forward
 
@@ -274,7 +277,7 @@ def test_a_cached_target_says_the_same_and_runs_once(target, tmp_path, monkeypat
     for name, cache in (("asked", None), ("cached", tmp_path / "cache"), ("again", tmp_path / "cache")):
         asked.clear()
         drafter = tiny_drafter(target, draft_vocab_size=30)
-        prune_vocabulary(drafter, [row["input_ids"] for row in data])
+        prune_vocabulary(drafter, count_tokens(drafter.config.vocab_size, [row["input_ids"] for row in data]))
         trainer = trainer_for(drafter, target, tmp_path, data, max_steps=6, logging_steps=1)
         trainer.cache_folder = cache
         trainer.train()
@@ -303,6 +306,7 @@ def test_mixed_precision_trains_as_float32_does(head, tmp_path):
         torch.manual_seed(0)
         drafter = DSparkModel(config_for(target, 3, num_hidden_layers=1, block_size=4, **head_fields(head)))
         initialise(drafter, target, [row["input_ids"] for row in drafted])
+        prepare(drafter, target, [row["input_ids"] for row in drafted])
         mixed = dtype is torch.bfloat16
         trainer = trainer_for(drafter, target, tmp_path, drafted, bf16=mixed, gradient_accumulation_steps=2)
         trainer.train()

@@ -55,9 +55,9 @@ def uncalibrated(drafter: DSparkModel) -> Iterator[dict]:
 
 @contextmanager
 def head_off(drafter: DSparkModel) -> Iterator[dict]:
-    """The drafter without sequential and confidence heads, as DFlash would draft; otherwise as configured."""
+    """The drafter without sequential, copy and confidence heads, as DFlash would draft; otherwise as configured."""
     with (
-        _replaced(drafter, markov_head=None, candidate_selector=None, confidence_head=None),
+        _replaced(drafter, markov_head=None, candidate_selector=None, copy_head=None, confidence_head=None),
         _replaced(drafter, hardware_profile=_calibrated(drafter, {}), _experience={}),
         _replaced(drafter.generation_config, assistant_confidence_threshold=None),
     ):

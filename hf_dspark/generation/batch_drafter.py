@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -100,7 +101,11 @@ class BatchDrafter:
     def _fill(self, rows: Sequence[Row], limits: Sequence[int], tokens: list[list], scores: list[list]) -> None:
         device = self.drafter.device
         anchors = torch.cat([row.text[:, -1] for row in rows]).to(device)
-        block = DraftBlock(self.drafter, self.context.block_hidden(anchors[:, None]), anchors)
+        text = anchors[:, None]
+        if self.drafter.copy_head is not None:
+            texts = [row.text[0].to(device) for row in rows]
+            text = pad_sequence(texts, batch_first=True, padding_value=-1, padding_side="left")
+        block = DraftBlock(self.drafter, self.context.block_hidden(anchors[:, None]), text)
         self.clock.lap("draft")
         going, previous = list(range(len(rows))), anchors  # the rows that still draft, and their last tokens
 

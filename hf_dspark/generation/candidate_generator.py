@@ -108,8 +108,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = self.scheduler.limit(max(self.max_length - start - 1, 0))  # verification adds a token of its own
         if not limit:
             return input_ids, None
-        anchor = input_ids[:, -1].to(self.device)
-        block = DraftBlock(self.drafter, self.context.block_hidden(anchor[:, None]), anchor)
+        text = input_ids.to(self.device)
+        block = DraftBlock(self.drafter, self.context.block_hidden(text[:, -1:]), text)
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []

@@ -285,7 +285,7 @@ class _Bench:
     def _draft(self) -> None:
         drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
         token = self.tokens[:, -1].to(drafter.device)
-        block = DraftBlock(drafter, self.draft_context.block_hidden(token[:, None]), token)
+        block = DraftBlock(drafter, self.draft_context.block_hidden(token[:, None]), self.tokens.to(drafter.device))
         for slot in range(drafter.config.num_draft_tokens):
             block.advance(token)
             if calibration is not None:

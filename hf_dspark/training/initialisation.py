@@ -32,6 +32,9 @@ class ColumnScale(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * self.scale
 
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / self.scale
+
 
 @torch.no_grad()
 def initialise(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> None:
@@ -40,8 +43,8 @@ def initialise(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Se
 
     - Attention with biases looks a few places back, each head at a distance of its own, instead of nowhere.
     - The sequential head knows which tokens are alike, from the target's embeddings, and proposes nothing yet.
-    - `fc` is learned in units of the target's features, whose sizes differ by orders of magnitude; [`finish`] makes
-      a plain weight of it again.
+    - The copy head trusts repetitions, and long ones more.
+    - `fc` gives all features of the target the same weight, though their sizes differ by orders of magnitude.
 
     Args:
         texts: token ids of some sequences.
@@ -51,19 +54,37 @@ def initialise(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Se
     if drafter.markov_head is not None:
         drafter.markov_head.markov_w1.weight.copy_(token_likeness(drafter, target))
         drafter.markov_head.markov_w2.weight.zero_()
+    if drafter.copy_head is not None:
+        drafter.copy_head.strength.copy_(copy_strength(drafter.config.copy_ngram_size))
     drafter.norm.weight.fill_(BASE_SCALE)
+    drafter.fc.weight.div_(feature_sizes(drafter, target, texts))
+
+
+@torch.no_grad()
+def prepare(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> None:
+    """Have `fc` learned in units of the target's features, until [`finish`] makes a plain weight of it again."""
+    scale = 1 / feature_sizes(drafter, target, texts)
+    parametrize.register_parametrization(drafter.fc, "weight", ColumnScale(scale.to(drafter.fc.weight)))
+
+
+def finish(drafter: DSparkModel) -> None:
+    """Turn what [`prepare`] parametrised into a plain weight."""
+    parametrize.remove_parametrizations(drafter.fc, "weight")
+
+
+def copy_strength(longest: int) -> torch.Tensor:
+    """Bias on what follows repetitions of 1 to `longest` tokens, (longest,): odds that double and redouble."""
+    return 1 + 1.5 * torch.arange(1, longest + 1)
+
+
+def feature_sizes(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> torch.Tensor:
+    """Root mean squares of the tapped hidden states, (K * target_hidden_size,)."""
     features: list[torch.Tensor] = []
     with TargetTaps(target, drafter.config.target_layer_ids) as taps:
         for text in texts:
             target(torch.as_tensor(text, device=target.device).unsqueeze(0), use_cache=False)
             features.append(taps.take(drafter.device, torch.float32)[0, 1:])  # the first one is like no other
-    size = torch.cat(features).square().mean(0).sqrt().clamp(min=1e-6)
-    parametrize.register_parametrization(drafter.fc, "weight", ColumnScale((1 / size).to(drafter.fc.weight)))
-
-
-def finish(drafter: DSparkModel) -> None:
-    """Turn what [`initialise`] parametrised into plain weights."""
-    parametrize.remove_parametrizations(drafter.fc, "weight")
+    return torch.cat(features).square().mean(0).sqrt().clamp(min=1e-6)
 
 
 def token_likeness(drafter: DSparkModel, target: PreTrainedModel) -> torch.Tensor:

@@ -132,10 +132,17 @@ class DSparkObjective(nn.Module):
             embeddings = embeddings[..., unused:, :]
         hidden = hidden[..., unused:, :]
 
+        copied = repeated = None
+        if self.drafter.copy_head is not None:
+            found = zip(*map(self.drafter.copy_head.find_all, input_ids))
+            tokens, repeated = (torch.stack(of_texts)[rows, places] for of_texts in found)
+            copied = self.drafter.draft_ids_of(tokens)
+
         keep = valid.flatten()
         per_row = self._chunked(
             hidden.flatten(0, 2)[keep],
             None if sequential is None else sequential.flatten(0, 2)[keep],
+            None if copied is None else (copied.flatten()[keep], repeated.flatten()[keep]),
             target_log_probs,
             target_choice,
             rows.flatten()[keep],
@@ -156,6 +163,8 @@ class DSparkObjective(nn.Module):
         loss = share * terms["cross_entropy"] + (1 - share) * terms["total_variation"]
         if self.drafter.confidence_head is not None:
             logits = self.drafter.confidence_head(hidden.detach(), None if embeddings is None else embeddings.detach())
+            if repeated is not None:
+                logits = logits + self.drafter.copy_head.confidence(repeated)
             error = F.binary_cross_entropy_with_logits(logits, 1 - total_variation.detach(), reduction="none")
             terms["confidence"] = (weight * error).sum()
             loss = loss + terms["confidence"]
@@ -189,13 +198,14 @@ class DSparkObjective(nn.Module):
         ).last_hidden_state
         return hidden.unflatten(1, (-1, block_size))
 
-    def _chunked(self, hidden, sequential, target_log_probs, target_choice, rows, places):
+    def _chunked(self, hidden, sequential, copies, target_log_probs, target_choice, rows, places):
         chunks = []
         for start in range(0, len(hidden), self.chunk_size):
             part = slice(start, start + self.chunk_size)
             arguments = (
                 hidden[part],
                 None if sequential is None else sequential[part],
+                None if copies is None else tuple(of_rows[part] for of_rows in copies),
                 target_log_probs,
                 target_choice,
                 rows[part],
@@ -210,11 +220,13 @@ class DSparkObjective(nn.Module):
             return empty, empty, empty
         return (torch.cat(term) for term in zip(*chunks))
 
-    def _row_terms(self, hidden, sequential, target_log_probs, target_choice, rows, places):
+    def _row_terms(self, hidden, sequential, copies, target_log_probs, target_choice, rows, places):
         """Cross-entropy, total variation and greedy agreement of each row, (rows,) each."""
         logits = self.drafter.base_logits(hidden)
         if sequential is not None:
             logits = self.drafter.markov_head.logits(logits, sequential)
+        if copies is not None:
+            logits = self.drafter.copy_head.logits(logits, *copies)
         log_q = logits.float().log_softmax(-1)
         p = target_log_probs[rows, places].float().exp()
         cross_entropy = -(p * log_q).sum(-1)

@@ -19,11 +19,12 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..files import write_text
+from ..heads import CopyHead
 from ..hub import repository_of
 from ..modeling_dspark import DSparkModel
 from .data import load_data, write_data
-from .initialisation import finish, initialise
-from .trainer import DSparkTrainer, config_for, prune_vocabulary
+from .initialisation import copy_strength, finish, initialise, prepare
+from .trainer import DSparkTrainer, config_for, count_tokens, prune_vocabulary
 
 HELD_OUT = 24  # sequences for the acceptance estimate
 
@@ -68,6 +69,7 @@ def train_drafter(
     mask_token_id: int | None = None,
     seed: int = 0,
     cache: bool = False,
+    drafter_path: str | os.PathLike | None = None,
     **config_fields,
 ) -> DSparkModel:
     """
@@ -85,7 +87,9 @@ def train_drafter(
             blocks per sequence.
         cache: keep what the target says of the text in `output/target_cache`, so that it runs in the first epoch only.
         mask_token_id: token that fills draft slots (default: a special token that is not in use).
-        config_fields: [`DSparkConfig`] fields such as `num_hidden_layers`, `block_size`, `draft_vocab_size`.
+        drafter_path: folder or Hub repository of a drafter for this target to go on from, instead of a new one.
+        config_fields: [`DSparkConfig`] fields such as `num_hidden_layers`, `block_size`, `draft_vocab_size`; of a
+            drafter that is there, `copy_ngram_size` alone can change.
     """
     output, state = Path(output), PartialState()
     output.mkdir(parents=True, exist_ok=True)
@@ -100,12 +104,22 @@ def train_drafter(
         raise ValueError(f"{data} has {len(rows)} rows; more than {HELD_OUT} are needed, that many are held out.")
     held_out, rows = rows.select(range(HELD_OUT)), rows.select(range(HELD_OUT, len(rows)))
 
-    if mask_token_id is None:
-        mask_token_id = unused_token(tokenizer)
     set_seed(seed)
     config_fields = {"base_model": repository_of(target), **config_fields}
-    drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
-    coverage = prune_vocabulary(drafter, (row["input_ids"][row.get("prompt_length") or 0 :] for row in rows))
+    counts = count_tokens(
+        target.get_input_embeddings().num_embeddings,
+        (row["input_ids"][row.get("prompt_length") or 0 :] for row in rows),
+    )
+    texts = rows[:64]["input_ids"]
+    if drafter_path is None:
+        if mask_token_id is None:
+            mask_token_id = unused_token(tokenizer)
+        drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
+        prune_vocabulary(drafter, counts)
+        initialise(drafter, target, texts)
+    else:
+        drafter = with_copy_head(drafter_path, config_fields.get("copy_ngram_size")).to(target.device)
+    prepare(drafter, target, texts)
     checkpoints = output / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
     on_accelerator = target.device.type != "cpu"
@@ -134,7 +148,6 @@ def train_drafter(
         remove_unused_columns=False,
         seed=seed,
     )
-    initialise(drafter, target, rows[:64]["input_ids"])
     trainer = DSparkTrainer(
         drafter, target, arguments, rows, held_out, anchors, output / "target_cache" if cache else None
     )
@@ -151,10 +164,29 @@ def train_drafter(
             anchors=anchors,
             learning_rate=learning_rate,
             seed=seed,
-            **({} if drafter.d2t is None else {"draft_vocabulary_coverage": round(coverage, 4)}),
+            **({} if drafter.d2t is None else {"draft_vocabulary_coverage": coverage(drafter, counts)}),
         )
         drafter.to(torch.bfloat16).save_pretrained(output)
     return drafter
+
+
+def with_copy_head(path: str | os.PathLike, copy_ngram_size: int | None) -> DSparkModel:
+    """
+    The drafter of that path in float32, with a copy head for repetitions of so many tokens (default: its own). A head
+    that it has not had, or not of that size, starts as a new drafter's.
+    """
+    drafter = DSparkModel.from_pretrained(path, dtype=torch.float32)
+    if copy_ngram_size not in (None, drafter.config.copy_ngram_size):
+        drafter.config.copy_ngram_size = copy_ngram_size
+        drafter.copy_head = CopyHead(drafter.config) if copy_ngram_size else None
+        if copy_ngram_size:
+            drafter.copy_head.strength.data.copy_(copy_strength(copy_ngram_size))
+    return drafter
+
+
+def coverage(drafter: DSparkModel, counts: torch.Tensor) -> float:
+    """The share of the tokens that were counted, (V,), that the draft vocabulary has."""
+    return round((counts[drafter.draft_token_ids.cpu()].sum() / counts.sum().clamp(min=1)).item(), 4)
 
 
 def _write_record(file: Path, trainer: DSparkTrainer, **facts) -> None:

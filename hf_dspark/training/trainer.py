@@ -15,7 +15,7 @@ from ..taps import TargetTaps
 from .objective import DSparkLoss, DSparkObjective
 from .target_cache import TargetCache
 
-FAST = 5  # times the learning rate, for the sequential head and the scale of the base logits
+FAST = 5  # times the learning rate, for sequential and copy head and the scale of the base logits
 
 
 def pad_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
@@ -55,25 +55,28 @@ def config_for(target: PreTrainedModel, mask_token_id: int, num_taps: int = 5, *
             "num_target_layers": theirs.num_hidden_layers,
             "target_layer_ids": [layer for layer in taps if layer >= 0],
             "mask_token_id": mask_token_id,
+            "copy_ngram_size": 6,
             **fields,
         }
     )
 
 
-def prune_vocabulary(drafter: DSparkModel, sequences: Iterable[Sequence[int]]) -> float:
-    """
-    Point the drafter's `draft_vocab_size` slots at the tokens that occur most in `sequences`, lower ids first among
-    equals (a byte-pair vocabulary is ordered by frequency).
-
-    Returns the share of these occurrences that the draft vocabulary covers.
-    """
-    counts = torch.zeros(drafter.config.vocab_size, dtype=torch.long)
+def count_tokens(vocab_size: int, sequences: Iterable[Sequence[int]]) -> torch.Tensor:
+    """How often each token occurs, (vocab_size,)."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
     for sequence in sequences:
         counts += torch.bincount(torch.as_tensor(sequence), minlength=len(counts))
+    return counts
+
+
+def prune_vocabulary(drafter: DSparkModel, counts: torch.Tensor) -> None:
+    """
+    Point the drafter's `draft_vocab_size` slots at the tokens with the highest `counts` (V,), lower ids first among
+    equals (a byte-pair vocabulary is ordered by frequency).
+    """
     chosen = counts.argsort(descending=True, stable=True)[: drafter.config.draft_vocab_size].sort().values
     if drafter.d2t is not None:
         drafter.d2t.copy_(chosen - torch.arange(len(chosen)))
-    return (counts[chosen].sum() / counts.sum().clamp(min=1)).item()
 
 
 class DSparkTrainer(Trainer):
@@ -162,7 +165,9 @@ class DSparkTrainer(Trainer):
         slow: list[torch.nn.Parameter] = []
         for name, parameter in self.drafter.named_parameters():
             if parameter.requires_grad:
-                (fast if name.startswith("markov_head.") or name == "norm.weight" else slow).append(parameter)
+                (fast if name.startswith(("markov_head.", "copy_head.")) or name == "norm.weight" else slow).append(
+                    parameter
+                )
         optimizer, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = [
             {"params": slow, "weight_decay": self.args.weight_decay},
