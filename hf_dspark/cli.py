@@ -173,8 +173,8 @@ def train(
     copy_ngram_size: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a repetition that the copy head goes by; 0 for none, as other engines have (default: 6, or "
-            "the drafter's)."
+            help="Longest repetition that the copy head goes by; 0 for none, as in other engines (default: 6, or the "
+            "drafter's own)."
         ),
     ] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the drafter can propose.")] = None,

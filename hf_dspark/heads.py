@@ -1,4 +1,4 @@
-"""Small heads on top of the backbone: sequential (Markov, gated Markov, RNN, candidate selector), copy, confidence."""
+"""Small heads on the backbone: sequential (Markov, gated Markov, RNN, candidate selector), copy and confidence."""
 
 from __future__ import annotations
 

@@ -214,6 +214,7 @@ def _eval_results(results: Sequence[tuple[str, str, dict]]) -> list[EvalResult]:
 def _architecture(config: DSparkConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
     own = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in shapes]
     head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+    longest = config.copy_ngram_size
     if config.selector_rank:
         head = f"candidate selector, rank {config.selector_rank}, top {config.selector_top_k}"
     return {
@@ -221,6 +222,7 @@ def _architecture(config: DSparkConfig, shapes: dict[str, tuple[int, ...]]) -> d
         "draft layers": str(config.num_hidden_layers),
         "tokens drafted at once": str(config.num_draft_tokens),
         "sequential head": head,
+        **({"copy head": f"copies behind repetitions of up to {longest} tokens"} if longest else {}),
         "confidence head": "yes" if config.enable_confidence_head else "no",
         "target layers read": ", ".join(map(str, config.target_layer_ids)),
         "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",

@@ -67,6 +67,8 @@ def _architecture(config: DSparkConfig) -> Iterator[tuple[str, str]]:
     yield "block", f"{config.block_size} rows, {config.num_draft_tokens} drafts; {slots}"
     yield "mask token", str(config.mask_token_id)
     yield "sequential head", _sequential_head(config)
+    if config.copy_ngram_size:
+        yield "copy head", f"for repetitions of up to {config.copy_ngram_size} tokens"
     with_markov = config.confidence_head_with_markov and config.markov_rank > 0
     reads = "hidden state and previous token" if with_markov else "hidden state"
     yield "confidence head", f"of {reads}" if config.enable_confidence_head else "none"

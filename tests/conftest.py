@@ -91,9 +91,14 @@ def drafter_config(target: PreTrainedModel, **fields) -> DSparkConfig:
 
 
 def tiny_drafter(target: PreTrainedModel, seed: int = 1, **fields) -> DSparkModel:
-    """A random drafter for a target."""
+    """A random drafter for a target; a copy head that it has is a bold one."""
     torch.manual_seed(seed)
-    return DSparkModel(drafter_config(target, **fields)).eval()
+    drafter = DSparkModel(drafter_config(target, **fields)).eval()
+    if drafter.copy_head is not None:
+        longest = torch.arange(1.0, drafter.config.copy_ngram_size + 1)
+        drafter.copy_head.strength.data.copy_(2 * longest)
+        drafter.copy_head.certainty.data.copy_(0.4 * longest)
+    return drafter
 
 
 class ScriptedDrafter(DSparkModel):

@@ -26,10 +26,11 @@ from hf_dspark.training.trainer import DSparkTrainer, config_for, count_tokens, 
 
 HEADS = ["vanilla", "gated", "rnn", None]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
-ATTENTION = [
+OTHERS = [
     {**SLIDING, "causal_in_block": [True, False]},
     {**SLIDING, "sliding_window_from": "anchor"},
     {"causal_in_block": True, "attention_sink_bias": True, "final_logit_softcapping": 0.5, "output_multiplier": 2.0},
+    {"copy_ngram_size": 3},
 ]
 
 
@@ -65,10 +66,10 @@ def trainer_for(drafter, target, tmp_path, data, **arguments):
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
-@pytest.mark.parametrize(("head", "attention"), [(head, {}) for head in HEADS] + [("vanilla", a) for a in ATTENTION])
-def test_a_packed_block_is_the_block_of_generation(target, head, attention, from_anchor, tmp_path):
+@pytest.mark.parametrize(("head", "fields"), [(head, {}) for head in HEADS] + [("vanilla", f) for f in OTHERS])
+def test_a_packed_block_is_the_block_of_generation(target, head, fields, from_anchor, tmp_path):
     """Every packed block sees what it will see when drafting, and its terms are those of the definition."""
-    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head), **attention)
+    drafter = tiny_drafter(target, sample_from_anchor=from_anchor, **head_fields(head), **fields)
     trainer = trainer_for(drafter, target, tmp_path, rows([14, 9]))
     inputs = pad_sequences(rows([14, 9]))
     theirs = trainer.target_inputs(inputs)
@@ -103,12 +104,17 @@ def test_a_packed_block_is_the_block_of_generation(target, head, attention, from
                         embedding = drafter.markov_head.markov_w1(ids[0, place])
                         feature, state = drafter.markov_head.step(embedding, h, state)
                         logits = logits + drafter.markov_head.markov_w2(feature)
+                    certainty = 0.0
+                    if (copy_head := drafter.copy_head) is not None:
+                        token, repeated = copy_head.find(ids[:, : place + 1])
+                        logits = copy_head.logits(logits[None], drafter.draft_ids_of(token), repeated)[0]
+                        certainty = copy_head.confidence(repeated)[0]
                     q = logits.softmax(-1)
                     weight = math.exp(-k / objective.position_decay)
                     tv = 0.5 * (q - p[place]).abs().sum()
                     cross -= weight * (p[place] * q.log()).sum()
                     variation += weight * tv
-                    c = drafter.confidence_head(h, embedding)
+                    c = drafter.confidence_head(h, embedding) + certainty
                     confidence += weight * F.binary_cross_entropy_with_logits(c, 1 - tv)
     total = anchors.numel() * sum(
         math.exp(-k / objective.position_decay) for k in range(drafter.config.num_draft_tokens)

@@ -139,10 +139,13 @@ def _whole_rows(files: list[tuple[str, int]]) -> Iterator[dict]:
         with open(name, encoding="utf-8") as lines:
             for line in lines:
                 try:
-                    yield json.loads(line)
+                    row = json.loads(line)
                 except json.JSONDecodeError:
                     if line.endswith("\n"):
                         raise
+                    continue
+                row.pop("conversation", None)  # so that self-written shards and answers to prompts mix
+                yield row
 
 
 class Shards:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..files import written_together
@@ -41,17 +40,18 @@ class TargetCache:
     def _name(text: torch.Tensor) -> str:
         return f"{hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]}.safetensors"
 
-    def read(self, texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Tensors (R, T, ...) of the texts, right-padded, in the types they are kept in; `None` if one is missing."""
+    def read(self, texts: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor] | None]:
+        """Tensors (T, ...) of each text, in the types that they are kept in; `None` for a text that is missing."""
         files = [self.folder / self._name(text) for text in texts]
-        if not all(file.exists() for file in files):
-            return None
-        entries = [load_file(file) for file in files]
-        return {name: pad_sequence([entry[name] for entry in entries], batch_first=True) for name in STORED_AS}
+        return [load_file(file) if file.exists() else None for file in files]
 
-    def write(self, texts: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
-        """Keep `tensors` (R, T, ...) of the texts."""
+    def write(self, texts: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Keep `tensors` (R, T, ...) of the texts; returns what [`read`] will."""
+        entries = [
+            {name: tensors[name][i, : len(text)].to("cpu", dtype).contiguous() for name, dtype in STORED_AS.items()}
+            for i, text in enumerate(texts)
+        ]
         with written_together(self.folder) as scratch:
-            for i, text in enumerate(texts):
-                entry = {name: tensors[name][i, : len(text)].to("cpu", dtype) for name, dtype in STORED_AS.items()}
-                save_file({name: tensor.contiguous() for name, tensor in entry.items()}, scratch / self._name(text))
+            for text, entry in zip(texts, entries):
+                save_file(entry, scratch / self._name(text))
+        return entries

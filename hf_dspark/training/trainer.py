@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -13,7 +14,7 @@ from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
 from .objective import DSparkLoss, DSparkObjective
-from .target_cache import TargetCache
+from .target_cache import STORED_AS, TargetCache
 
 FAST = 5  # times the learning rate, for sequential and copy head and the scale of the base logits
 
@@ -134,11 +135,13 @@ class DSparkTrainer(Trainer):
         if self._cache is None:
             self._cache = TargetCache(self.cache_folder, drafter, self.target)
         texts = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-        kept = self._cache.read(texts)
-        if kept is None:
-            answer = self._ask_target(inputs)
-            self._cache.write(texts, answer)
-            return answer
+        entries = self._cache.read(texts)
+        if missing := [i for i, entry in enumerate(entries) if entry is None]:
+            asked = [texts[i] for i in missing]
+            answer = self._ask_target({name: tensor[missing] for name, tensor in inputs.items()})
+            for i, entry in zip(missing, self._cache.write(asked, answer)):
+                entries[i] = entry
+        kept = {name: pad_sequence([entry[name] for entry in entries], batch_first=True) for name in STORED_AS}
         return {
             "features": kept["features"].to(drafter.device, drafter.dtype),
             "target_log_probs": kept["target_log_probs"].to(drafter.device),
