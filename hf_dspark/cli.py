@@ -330,8 +330,8 @@ def view(
         name = name_of(drafter or DRAFTER)
         runs = [(draft_model, name, as_configured, "as configured" if against in ways else "")]
         try:
-            if against == "head-off" and draft_model.markov_head is None:
-                raise ValueError("The drafter has no sequential head that could be off.")
+            if against == "head-off" and not draft_model.sequential_head and not draft_model.copy_head:
+                raise ValueError("The drafter has neither sequential nor copy head that could be off.")
             if against in ways:
                 runs.append((draft_model, name, *ways[against]))
             elif against is not None:

@@ -335,6 +335,26 @@ def test_command_line(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("fields", "has_one"),
+    [
+        ({"markov_rank": 0}, False),
+        ({"markov_rank": 0, "copy_ngram_size": 2}, True),
+        ({"markov_rank": 0, "enable_confidence_head": False, "selector_rank": 4, "selector_top_k": 4}, True),
+    ],
+)
+def test_head_off_is_for_drafters_with_one(fields, has_one, tmp_path, tokenizer):
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    tiny_drafter(target, **fields).save_pretrained(tmp_path / "drafter")
+    models_ = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+    more = ["--prompt", "abc", "--max-new-tokens", "4", "--against", "head-off"]
+    result = CliRunner().invoke(app, ["view", *models_, *more])
+    assert (result.exit_code == 0) is has_one, result.output
+    assert ("neither" in result.output) is not has_one
+
+
+@pytest.mark.parametrize(
     "arguments", [[], ["--target", "x"], ["--trace", "nowhere.json"], ["--trace", "x", "--prompt", "y"]]
 )
 def test_command_line_says_what_is_missing(arguments):

@@ -102,7 +102,7 @@ def variants_for(
     reasons = {}
     if scheduler_of(drafter) == FixedLength(drafter.config.num_draft_tokens):
         reasons["full_blocks"] = "The drafter as configured verifies full blocks already."
-    if baselines and drafter.sequential_head is None:
+    if baselines and not drafter.sequential_head and not drafter.copy_head:
         reasons["head_off"] = "The drafter has no sequential head."
     if baselines and (misfit := dflash_misfit(target, drafter)):
         reasons["transformers_dflash"] = misfit
