@@ -18,10 +18,10 @@ from transformers.generation import (
 from ..compat import CACHE
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
+from .attention import can_run_ragged, flattened, verifying_attention
 from .batch_drafter import BatchDrafter, batch_scheduler_of
 from .draft_context import RaggedContext
 from .outputs import GenerationRecord
-from .ragged_attention import can_run_ragged, flattened, ragged_attention
 from .ragged_cache import Flattened, RaggedCache
 from .trace import Clock
 from .verification import verify
@@ -96,7 +96,7 @@ def batched_decoding(
     generator = BatchDrafter(drafter, context, scheduler, do_sample, most, clock)
 
     batch = list(rows)
-    with ragged_attention(target), TargetTaps(target, drafter.config.target_layer_ids) as taps:
+    with verifying_attention(target), TargetTaps(target, drafter.config.target_layer_ids) as taps:
         chunk_size = generation_config.prefill_chunk_size or mask.shape[1]
         logits = _prefill(target, taps, cache, context, input_ids, mask, positions, model_kwargs, chunk_size)
         features: list[torch.Tensor] = []  # of what was verified, by row

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps, last_logits_only
+from .attention import attention_for_one
 from .batched_decoding import batched_decoding, check_batch
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
@@ -73,7 +74,7 @@ def speculative_decoding(
     prompt_mask = model_kwargs.get("attention_mask")
     record = GenerationRecord(generation_config)
 
-    with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+    with attention_for_one(target), TargetTaps(target, drafter.config.target_layer_ids) as taps:
         model_kwargs.update(last_logits_only(target))
         outputs = target._prefill(input_ids, generation_config, model_kwargs)
         features = taps.take(drafter.device, drafter.dtype)

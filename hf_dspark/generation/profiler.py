@@ -27,9 +27,9 @@ from ..scheduling.costs import RoundCosts
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
 from ..taps import TargetTaps, last_logits_only
+from .attention import attention_for_one, own_attention
 from .draft_block import DraftBlock
 from .draft_context import DraftContext
-from .ragged_attention import own_attention
 from .trace import Clock, Round, trace
 
 logger = logging.get_logger(__name__)
@@ -237,9 +237,9 @@ def _made_up_tokens(target: PreTrainedModel, length: int) -> torch.Tensor:
 
 @contextmanager
 def _undisturbed(target: PreTrainedModel, drafter: DSparkModel) -> Iterator[None]:
-    """Leaves the random number generators as they were."""
+    """As in generation, but the random number generators are left as they were."""
     devices = {model.device for model in (target, drafter) if model.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(list(devices)):
+    with torch.no_grad(), torch.random.fork_rng(list(devices)), attention_for_one(target):
         yield
 
 

@@ -1,23 +1,28 @@
-"""Attention of flattened tokens to rows of different lengths: one call a layer, and linear layers see no padding."""
+"""
+The target's attention while drafts are verified. Flattened tokens attend to rows of different lengths, one call a
+layer, and linear layers see no padding; query heads that share keys and values do so without copies of them.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .ragged_cache import Flattened
 
-_PREFIX = "dspark_ragged_"  # what follows is the implementation that the model had
+_PREFIX = "dspark_"  # what follows is the implementation that the model had
+_WIDEST = 64  # queries a row that are still a draft, and no prompt
 _running = threading.local()
-_users: dict[int, int] = {}  # requests that need a config to say ragged, by its id
+_users: dict[int, int] = {}  # requests that need a config to name the attention of this module, by its id
 _users_lock = threading.Lock()
 
 
@@ -37,9 +42,10 @@ def own_attention(config: PreTrainedConfig) -> str:
 
 
 @contextmanager
-def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
+def verifying_attention(target: PreTrainedModel) -> Iterator[None]:
     """
-    Have the target's layers use the attention of this module, which is its own but for passes inside [`flattened`].
+    Have the target's layers use the attention of this module, which is its own but for short passes with shared keys,
+    where it takes another way to the same sums, and for passes inside [`flattened`].
 
     Other threads may use the target meanwhile, ragged or not: only passes of the thread that is inside [`flattened`]
     are taken for ragged ones. The target is left as it was, whatever happens.
@@ -59,6 +65,14 @@ def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
                 if not _users[key]:
                     del _users[key]
                     config._attn_implementation_internal = own_attention(config)
+
+
+def attention_for_one(target: PreTrainedModel) -> AbstractContextManager[None]:
+    """[`verifying_attention`] where a single row gains from it: query heads share keys, and the model has `sdpa`."""
+    config = target.config.get_text_config(decoder=True)
+    shared = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    gains = shared and own_attention(config) == "sdpa" and can_run_ragged(target)
+    return verifying_attention(target) if gains else nullcontext()
 
 
 def _has_config(module: nn.Module) -> bool:
@@ -105,10 +119,41 @@ def _attention(
     """Queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim)."""
     tokens = getattr(_running, "tokens", None)
     if tokens is None:
-        return _function(implementation, module)(module, query, key, value, attention_mask, **kwargs)
-    attend = _function(_padded(implementation), module)
-    output, _ = attend(module, tokens.pad(query), key, value, attention_mask, **kwargs)
+        return _attend(implementation, module, query, key, value, attention_mask, **kwargs)
+    output, _ = _attend(_padded(implementation), module, tokens.pad(query), key, value, attention_mask, **kwargs)
     return tokens.unpad(output), None
+
+
+def _attend(
+    implementation: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    The model's own attention, but for a few queries with a mask whose heads share keys: `sdpa` would copy the whole
+    cache for them, head by head. Here the queries of heads that share keys are rows of one head.
+    """
+    rows, heads, width, size = query.shape
+    shared = heads // key.shape[1]
+    is_own = (
+        *(implementation != "sdpa", shared == 1, attention_mask is None or attention_mask.shape[1] > 1),
+        *(not 1 < width <= _WIDEST, kwargs.get("position_bias") is not None, kwargs.get("softcap") is not None),
+        bool(kwargs.get("dropout")),
+    )
+    if any(is_own):
+        return _function(implementation, module)(module, query, key, value, attention_mask, **kwargs)
+    output = F.scaled_dot_product_attention(
+        query.reshape(rows, key.shape[1], shared * width, size),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, shared, 1),
+        scale=kwargs.get("scaling"),
+    )
+    return output.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
 def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:
