@@ -130,14 +130,12 @@ class CopyHead(nn.Module):
         What may come after texts (R, T), aligned to the right with -1 before them: the token that came next the last
         time, (R,), and how many tokens have been repeated, (R,); 0 where nothing has.
         """
-        earlier = text[:, :-1]  # a repetition may end at each of these, and goes on with the one after
-        if not earlier.shape[1]:
+        longest = len(self.strength)
+        ends = F.pad(text, (longest - 1, 0), value=-1).unfold(1, longest, 1)  # the last tokens up to each place
+        same = ends[:, :-1] == ends[:, -1:]
+        if not same.shape[1]:
             return text[:, -1], torch.zeros_like(text[:, -1])
-        same = earlier == text[:, -1:]
-        lengths = same.long()
-        for back in range(1, min(len(self.strength), earlier.shape[1])):
-            same = same & F.pad(earlier[:, :-back] == text[:, -1 - back, None], (back, 0))
-            lengths += same
+        lengths = same.flip(-1).cumprod(-1, dtype=torch.uint8).sum(-1)
         places = torch.arange(lengths.shape[1], device=text.device)
         place = (lengths * lengths.shape[1] + places).argmax(-1, keepdim=True)
         return text.gather(-1, place + 1)[:, 0], lengths.gather(-1, place)[:, 0]
