@@ -68,11 +68,9 @@ def verifying_attention(target: PreTrainedModel) -> Iterator[None]:
 
 
 def attention_for_one(target: PreTrainedModel) -> AbstractContextManager[None]:
-    """[`verifying_attention`] where a single row gains from it: query heads share keys, and the model has `sdpa`."""
-    config = target.config.get_text_config(decoder=True)
-    shared = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    gains = shared and own_attention(config) == "sdpa" and can_run_ragged(target)
-    return verifying_attention(target) if gains else nullcontext()
+    """[`verifying_attention`] where a single row can gain from it: the model has `sdpa`, and lets it be replaced."""
+    can_gain = own_attention(target.config.get_text_config(decoder=True)) == "sdpa" and can_run_ragged(target)
+    return verifying_attention(target) if can_gain else nullcontext()
 
 
 def _has_config(module: nn.Module) -> bool:
