@@ -117,12 +117,12 @@ class CopyHead(nn.Module):
     `strength[n - 1]`, and the confidence in this slot the logit `certainty[n - 1]`.
 
     Of all repetitions the longest counts, up to `copy_ngram_size` tokens, and of these the latest. Like a sequential
-    head it goes by the tokens before a slot alone.
+    head it goes by the tokens before a slot alone. A new one trusts repetitions, and long ones more.
     """
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        self.strength = nn.Parameter(torch.zeros(config.copy_ngram_size))
+        self.strength = nn.Parameter(1 + 1.5 * torch.arange(1, config.copy_ngram_size + 1))
         self.certainty = nn.Parameter(torch.zeros(config.copy_ngram_size))
 
     def find(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from hf_dspark import DSparkModel, trace
 from hf_dspark.backbone.gemma4 import Gemma4DecoderLayer
 from hf_dspark.checkpoints import gemma4
 from hf_dspark.generation.draft_context import DraftContext
-from hf_dspark.training.initialisation import finish, initialise, prepare
+from hf_dspark.training.initialisation import feature_sizes, finish, initialise, prepare
 from hf_dspark.training.trainer import DSparkTrainer, config_for
 
 SHARED_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
@@ -146,8 +146,9 @@ def test_training(own_tables, tmp_path):
     fields = {**LAYERS, "num_hidden_layers": 1, "num_attention_heads": 4, "block_size": 5, "markov_rank": 8, **tables}
     drafter = DSparkModel(config_for(target, mask_token_id=3, **fields))
     rows = [{"input_ids": prompt(length, seed=length)[0].tolist()} for length in (14, 9)]
-    initialise(drafter, target, [row["input_ids"] for row in rows])
-    prepare(drafter, target, [row["input_ids"] for row in rows])
+    sizes = feature_sizes(drafter, target, [row["input_ids"] for row in rows])
+    initialise(drafter, target, sizes)
+    prepare(drafter, sizes)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=2,

@@ -19,7 +19,7 @@ from hf_dspark.backbone import qwen3
 from hf_dspark.backbone.attention_mask import AttentionPattern, visible_rows
 from hf_dspark.generation.draft_context import DraftContext
 from hf_dspark.taps import TargetTaps, decoder_layers
-from hf_dspark.training.initialisation import LOOK_BACK, finish, initialise, prepare
+from hf_dspark.training.initialisation import LOOK_BACK, feature_sizes, finish, initialise, prepare
 from hf_dspark.training.objective import packed_positions, sample_anchors
 from hf_dspark.training.recipe import coverage
 from hf_dspark.training.trainer import DSparkTrainer, config_for, count_tokens, pad_sequences, prune_vocabulary
@@ -206,8 +206,9 @@ def test_a_new_drafter_looks_back_and_learns_in_units_of_the_features(target, mo
     drafter = DSparkModel(config_for(target, 3, **fields)).eval()
     drafter.bind(target)
     text = prompt(60)
-    initialise(drafter, target, text.tolist())
-    prepare(drafter, target, text.tolist())
+    sizes = feature_sizes(drafter, target, text.tolist())
+    initialise(drafter, target, sizes)
+    prepare(drafter, sizes)
     weights: list[torch.Tensor] = []
     eager = qwen3.eager_attention_forward
 
@@ -311,8 +312,9 @@ def test_mixed_precision_trains_as_float32_does(head, tmp_path):
         target, drafted = tiny_target("llama").to(dtype), rows(range(9, 25))
         torch.manual_seed(0)
         drafter = DSparkModel(config_for(target, 3, num_hidden_layers=1, block_size=4, **head_fields(head)))
-        initialise(drafter, target, [row["input_ids"] for row in drafted])
-        prepare(drafter, target, [row["input_ids"] for row in drafted])
+        sizes = feature_sizes(drafter, target, [row["input_ids"] for row in drafted])
+        initialise(drafter, target, sizes)
+        prepare(drafter, sizes)
         mixed = dtype is torch.bfloat16
         trainer = trainer_for(drafter, target, tmp_path, drafted, bf16=mixed, gradient_accumulation_steps=2)
         trainer.train()

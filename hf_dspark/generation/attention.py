@@ -106,19 +106,13 @@ def _padded(implementation: str) -> str:
 
 
 def _attention(
-    implementation: str,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs,
+    implementation: str, module: nn.Module, query: torch.Tensor, *others: torch.Tensor | None, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim)."""
+    """Inside [`flattened`], queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim)."""
     tokens = getattr(_running, "tokens", None)
     if tokens is None:
-        return _attend(implementation, module, query, key, value, attention_mask, **kwargs)
-    output, _ = _attend(_padded(implementation), module, tokens.pad(query), key, value, attention_mask, **kwargs)
+        return _attend(implementation, module, query, *others, **kwargs)
+    output, _ = _attend(_padded(implementation), module, tokens.pad(query), *others, **kwargs)
     return tokens.unpad(output), None
 
 
@@ -137,12 +131,10 @@ def _attend(
     """
     rows, heads, width, size = query.shape
     shared = heads // key.shape[1]
-    is_own = (
-        *(implementation != "sdpa", shared == 1, attention_mask is None or attention_mask.shape[1] > 1),
-        *(not 1 < width <= _WIDEST, kwargs.get("position_bias") is not None, kwargs.get("softcap") is not None),
-        bool(kwargs.get("dropout")),
-    )
-    if any(is_own):
+    few = implementation == "sdpa" and shared > 1 and 1 < width <= _WIDEST
+    one_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    more = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
+    if more or not (few and one_mask):
         return _function(implementation, module)(module, query, key, value, attention_mask, **kwargs)
     output = F.scaled_dot_product_attention(
         query.reshape(rows, key.shape[1], shared * width, size),

@@ -37,34 +37,30 @@ class ColumnScale(nn.Module):
 
 
 @torch.no_grad()
-def initialise(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> None:
+def initialise(drafter: DSparkModel, target: PreTrainedModel, sizes: torch.Tensor) -> None:
     """
     Prepare a freshly made drafter for training.
 
     - Attention with biases looks a few places back, each head at a distance of its own, instead of nowhere.
     - The sequential head knows which tokens are alike, from the target's embeddings, and proposes nothing yet.
-    - The copy head trusts repetitions, and long ones more.
     - `fc` gives all features of the target the same weight, though their sizes differ by orders of magnitude.
 
     Args:
-        texts: token ids of some sequences.
+        sizes: of the target's features, by [`feature_sizes`].
     """
     for layer in drafter.layers:
         _look_back(layer.self_attn, drafter.rotary_emb.inv_freq)
     if drafter.markov_head is not None:
         drafter.markov_head.markov_w1.weight.copy_(token_likeness(drafter, target))
         drafter.markov_head.markov_w2.weight.zero_()
-    if drafter.copy_head is not None:
-        drafter.copy_head.strength.copy_(copy_strength(drafter.config.copy_ngram_size))
     drafter.norm.weight.fill_(BASE_SCALE)
-    drafter.fc.weight.div_(feature_sizes(drafter, target, texts))
+    drafter.fc.weight.div_(sizes)
 
 
 @torch.no_grad()
-def prepare(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> None:
+def prepare(drafter: DSparkModel, sizes: torch.Tensor) -> None:
     """Have `fc` learned in units of the target's features, until [`finish`] makes a plain weight of it again."""
-    scale = 1 / feature_sizes(drafter, target, texts)
-    parametrize.register_parametrization(drafter.fc, "weight", ColumnScale(scale.to(drafter.fc.weight)))
+    parametrize.register_parametrization(drafter.fc, "weight", ColumnScale((1 / sizes).to(drafter.fc.weight)))
 
 
 def finish(drafter: DSparkModel) -> None:
@@ -72,13 +68,9 @@ def finish(drafter: DSparkModel) -> None:
     parametrize.remove_parametrizations(drafter.fc, "weight")
 
 
-def copy_strength(longest: int) -> torch.Tensor:
-    """Bias on what follows repetitions of 1 to `longest` tokens, (longest,): odds that double and redouble."""
-    return 1 + 1.5 * torch.arange(1, longest + 1)
-
-
+@torch.no_grad()
 def feature_sizes(drafter: DSparkModel, target: PreTrainedModel, texts: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Root mean squares of the tapped hidden states, (K * target_hidden_size,)."""
+    """Root mean squares of the tapped hidden states in texts (token ids), (K * target_hidden_size,)."""
     features: list[torch.Tensor] = []
     with TargetTaps(target, drafter.config.target_layer_ids) as taps:
         for text in texts:

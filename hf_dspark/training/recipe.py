@@ -23,7 +23,7 @@ from ..heads import CopyHead
 from ..hub import repository_of
 from ..modeling_dspark import DSparkModel
 from .data import load_data, write_data
-from .initialisation import copy_strength, finish, initialise, prepare
+from .initialisation import feature_sizes, finish, initialise, prepare
 from .trainer import DSparkTrainer, config_for, count_tokens, prune_vocabulary
 
 HELD_OUT = 24  # sequences for the acceptance estimate
@@ -110,16 +110,17 @@ def train_drafter(
         target.get_input_embeddings().num_embeddings,
         (row["input_ids"][row.get("prompt_length") or 0 :] for row in rows),
     )
-    texts = rows[:64]["input_ids"]
     if drafter_path is None:
         if mask_token_id is None:
             mask_token_id = unused_token(tokenizer)
         drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
         prune_vocabulary(drafter, counts)
-        initialise(drafter, target, texts)
     else:
         drafter = with_copy_head(drafter_path, config_fields.get("copy_ngram_size")).to(target.device)
-    prepare(drafter, target, texts)
+    sizes = feature_sizes(drafter, target, rows[:64]["input_ids"])
+    if drafter_path is None:
+        initialise(drafter, target, sizes)
+    prepare(drafter, sizes)
     checkpoints = output / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
     on_accelerator = target.device.type != "cpu"
@@ -179,8 +180,6 @@ def with_copy_head(path: str | os.PathLike, copy_ngram_size: int | None) -> DSpa
     if copy_ngram_size not in (None, drafter.config.copy_ngram_size):
         drafter.config.copy_ngram_size = copy_ngram_size
         drafter.copy_head = CopyHead(drafter.config) if copy_ngram_size else None
-        if copy_ngram_size:
-            drafter.copy_head.strength.data.copy_(copy_strength(copy_ngram_size))
     return drafter
 
 
