@@ -151,7 +151,7 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for the drafter, its data and its checkpoints.")],
     drafter: Annotated[
         str | None,
-        typer.Option(help="A drafter to go on from, whose shape is kept, instead of a new one."),
+        typer.Option(help="A drafter to go on from, whose layers and heads are kept, instead of a new one."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -167,7 +167,9 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     layers: Annotated[int, typer.Option(help="Draft layers.")] = 2,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads (default: the target's).")] = None,
-    block_size: Annotated[int, typer.Option(help="Rows of a draft block.")] = 7,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows of a draft block (default: 7, or the drafter's own).")
+    ] = None,
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated or rnn.")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     copy_ngram_size: Annotated[
@@ -204,10 +206,10 @@ def train(
         seed=seed,
         drafter_path=drafter,
         num_hidden_layers=layers,
-        block_size=block_size,
         markov_head_type=head,
         markov_rank=rank,
         **({"base_model": REPOSITORY} if target == "smollm2" else {}),
+        **({} if block_size is None else {"block_size": block_size}),
         **({} if copy_ngram_size is None else {"copy_ngram_size": copy_ngram_size}),
         **({} if kv_heads is None else {"num_key_value_heads": kv_heads}),
         **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),

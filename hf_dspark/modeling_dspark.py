@@ -548,9 +548,10 @@ class DSparkModel(PreTrainedModel):
         rows = position_ids[:, :1] - held + torch.arange(held + new, device=position_ids.device)
         return attention_masks(patterns, position_ids[:, new:], rows, self.config.block_size, block.dtype)
 
-    def block_ids(self, anchor: torch.Tensor) -> torch.Tensor:
-        """Block tokens (R, B) for anchors (R, 1)."""
-        return F.pad(anchor, (0, self.config.block_size - 1), value=self.config.mask_token_id)
+    def block_ids(self, anchor: torch.Tensor, num_draft_tokens: int | None = None) -> torch.Tensor:
+        """Block tokens (R, B) for anchors (R, 1), or no more of them than so many drafts take."""
+        left_out = 0 if num_draft_tokens is None else self.config.num_draft_tokens - num_draft_tokens
+        return F.pad(anchor, (0, self.config.block_size - 1 - left_out), value=self.config.mask_token_id)
 
 
 def _remove_others(folder: Path, names: Container[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduling import CURVES, P, Q, confidence, verified
+from test_scheduling import CURVES, ROWS, P, Q, confidence, verified
 
 from hf_dspark.scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch, allot
 from hf_dspark.scheduling.costs import RoundCosts
@@ -149,7 +149,7 @@ def scheduler_of(curve: RoundCosts, rounds: int, do_sample: bool = True) -> Hard
     return scheduler
 
 
-@pytest.mark.parametrize("curve", [STEEP, *CURVES.values()], ids=["steep for two", *CURVES])
+@pytest.mark.parametrize("curve", [STEEP, ROWS, *CURVES.values()], ids=["steep for two", "rows", *CURVES])
 @pytest.mark.parametrize("rounds", [0, 1, 7, 40])
 def test_two_rows_have_the_targets_distribution(curve, rounds):
     assert shift(first_tokens(scheduler_of(curve, rounds), causal)) < 1e-12
@@ -218,9 +218,43 @@ def test_never_much_worse_than_plain_or_any_fixed_length(rows, do_sample):
         assert ours > 0.97 * max(fixed)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_of_blocks_without_confidences(do_sample):
+    scheduler = HardwareAwareBatch(
+        lambda rows: RoundCosts(1.2, tuple(2 + 0.02 * n for n in range(13)), row=0.15), 6, True
+    )
+    limits = []
+    for _ in range(300):
+        limit, counts = decide(scheduler, [[None] * 6] * 2, do_sample)
+        scheduler.observe(counts, [min(count, 2) for count in counts], 3.0)
+        limits.append(max(limit))
+    assert limits[-50:].count(2) > 40
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_of_blocks_are_computed_as_far_as_they_are_worth_it(rows, do_sample):
+    def costs(rows: int) -> RoundCosts:
+        return RoundCosts(0.6 * rows, tuple(rows + 0.02 * n for n in range(6 * rows + 1)), row=0.08 * rows)
+
+    scheduler = HardwareAwareBatch(costs, 6, do_sample)
+    for likely, expected in ((2, 2), (6, 6)):
+        confidences = [[0.95] * likely + [0.05] * (6 - likely)] * rows
+        limits = []
+        for _ in range(500):
+            limit, counts = decide(scheduler, confidences, do_sample)
+            here = costs(rows)
+            left_out = (6 - max(limit)) * here.row
+            spent = here.verify[sum(counts)] + (here.draft - left_out if any(limit) else 0)
+            scheduler.observe(counts, [min(count, likely) for count in counts], spent)
+            limits.append(max(limit))
+        drafted = [limit for limit in limits[-100:] if limit]
+        assert drafted.count(expected) > 0.85 * len(drafted) > 50
+
+
 def test_costs_in_proportion():
-    one = RoundCosts(draft=0.5, verify=(1.0, 1.2, 1.6), overhead=0.1)
+    one = RoundCosts(draft=0.5, verify=(1.0, 1.2, 1.6), overhead=0.1, row=0.05, head=0.02)
     three = one.in_proportion(3)
-    assert (three.draft, three.overhead) == pytest.approx((1.5, 0.3))
+    assert (three.draft, three.overhead, three.row, three.head) == pytest.approx((1.5, 0.3, 0.15, 0.06))
     assert three.verify == pytest.approx((3.0, 3.2, 3.4, 3.6, 4.0, 4.4, 4.8))
     assert one.in_proportion(1) == one

@@ -65,6 +65,18 @@ def test_measured_times_are_returned_and_others_lie_on_lines_between():
     assert found.draft_seconds(2) == pytest.approx(0.003)
 
 
+def test_what_rows_and_heads_of_a_draft_take():
+    """A block of five takes 6 ms, of which its heads 1 ms, a block of one 2 ms; of four requests twice as long."""
+    cells = [DraftCell(rows, *(timing(s * (1 + (rows == 4))) for s in (0.006, 0.002, 0.001))) for rows in (1, 4)]
+    costs = entry(draft=cells).round_costs(5)
+    assert (costs.draft, costs.row, costs.head) == pytest.approx((0.006, 0.0008, 0.0002))
+    assert costs.draft - 4 * (costs.row + costs.head) == pytest.approx(0.002)
+    four = entry(draft=cells).round_costs(5, rows=4)
+    assert (four.draft, four.row, four.head) == pytest.approx((0.012, 0.0016, 0.0004))
+    unknown = entry().round_costs(5)
+    assert (unknown.row, unknown.head) == (0, 0)
+
+
 def test_lookup_beyond_what_was_measured():
     found = entry()
     assert found.verify_seconds(1, 1, 0) == found.verify_seconds(1, 1, 64), "never below the least"
@@ -179,7 +191,7 @@ def test_a_new_measurement_replaces_the_old_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(schema_version=3), "schema_version is 3, this package reads up to 2"),
+        (lambda content: content.update(schema_version=4), "schema_version is 4, this package reads up to 3"),
         (lambda content: content.pop("entries"), "lacks 'entries'"),
         (lambda content: content["entries"][0].pop("draft"), "lacks 'draft'"),
         (lambda content: content["entries"][0]["identity"].pop("threads"), "threads"),

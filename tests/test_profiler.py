@@ -430,7 +430,7 @@ def test_the_command_line(machine, tokenizer, tmp_path, monkeypatch):
     assert "verify" in result.output and "overhead" in result.output
     content = json.loads((tmp_path / "drafter" / "hardware_profile.json").read_text())
     (entry,) = content["entries"]
-    assert content["schema_version"] == 2 and entry["identity"]["dtype"] == "float32"
+    assert content["schema_version"] == 3 and entry["identity"]["dtype"] == "float32"
     assert {(cell["rows"], cell["depth"]) for cell in entry["verify"]} == {
         (r, d) for r in (1, 2, 4) for d in (64, 250)
     }

@@ -72,6 +72,7 @@ CURVES = {
     "late cliff": RoundCosts(draft=0.1, verify=(1.0, 1.05, 2.2)),
     "dear": RoundCosts(draft=0.9, verify=(1.0, 1.1, 1.2), overhead=0.1),
 }
+ROWS = RoundCosts(draft=0.5, verify=(1.0, 1.05, 1.1), row=0.2, head=0.05)  # what the draft takes depends on its length
 
 
 def confidence(drafted: tuple[int, ...]) -> float:
@@ -138,6 +139,7 @@ SCHEDULERS = {
     "fixed": lambda: FixedLength(2),
     "threshold": lambda: ConfidenceThreshold(0.5, 2),
     **{name: lambda costs=costs: HardwareAware(costs, 2, do_sample=True) for name, costs in CURVES.items()},
+    "dear rows": lambda: settled(HardwareAware(ROWS, 2, do_sample=True), 1),
 }
 
 
@@ -173,7 +175,8 @@ def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, conf
     for place in range(rounds):
         limit, count = decide(scheduler, confidences, scheduler.do_sample)
         accepted = min(count, accepts(place))
-        seconds = costs.verify[count] + costs.overhead + (costs.draft if limit else 0)
+        left_out = (costs.slots - limit) * costs.row
+        seconds = costs.verify[count] + costs.overhead + (costs.draft - left_out if limit else 0)
         scheduler.observe(count, accepted, seconds * draw.lognormvariate(0, noise))
         played.append((1 + accepted, seconds, limit))
     return played
@@ -227,6 +230,38 @@ def test_noisy_savings_are_no_reason_to_cut():
     unsure = [0.9, 0.4, 0.3, 0.3]
     assert draft_length(settled(HardwareAware(steady, 4, do_sample=False), 2), unsure) < 4
     assert draft_length(settled(HardwareAware(noisy, 4, do_sample=False), 2), unsure) == 4
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_of_a_block_are_computed_as_far_as_they_are_worth_it(do_sample):
+    """All of them now and then, so that it shows when they are worth it again."""
+    costs = RoundCosts(draft=0.7, verify=(1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06), row=0.08)
+    scheduler = HardwareAware(costs, 6, do_sample)
+    short = play(scheduler, costs, lambda _: 2, 200, [0.95, 0.9, 0.1, 0.1, 0.1, 0.1])
+    limits = [limit for *_, limit in short[100:] if limit]
+    assert sorted(set(limits)) == [2, 6] and limits.count(6) < len(limits) / 10
+    long = play(scheduler, costs, lambda _: 6, 500, [0.95] * 6)
+    assert sum(limit == 6 for *_, limit in long[-100:]) > 90
+
+    whole = RoundCosts(draft=0.7, verify=costs.verify)
+    assert {limit for *_, limit in play(HardwareAware(whole, 6, do_sample), whole, lambda _: 2, 100, [0.9] * 6)} <= {
+        0,
+        6,
+    }
+
+
+def test_greedy_drafts_end_where_nothing_more_will_be_verified():
+    """Where going on takes no time, all confidences are looked at; where it does, hopeless ones are not."""
+    hopeless, late = [0.9, 0.02, 0.02, 0.02], [0.05, 1.0, 1.0, 1.0]
+    for head, expected in ((0.0, 4), (0.02, 2)):
+        costs = RoundCosts(draft=0.3, verify=(1.0, 1.05, 1.1, 1.15, 1.2), head=head)
+        scheduler = settled(HardwareAware(costs, 4, do_sample=False), 2)
+        scheduler.limit(4)
+        asked = [scheduler.admits(k, c) for k, c in enumerate(hopeless)]
+        assert [*asked, False].index(False) == (expected - 1 if head else 4)
+        assert scheduler.keep(expected - 1 if head else 4) == 1
+        # What is cut has cost its heads, which the next round knows.
+        assert draft_length(scheduler, [1.0] * 4) == 4 and draft_length(scheduler, late) in (0, 4)
 
 
 def test_without_confidence_head_past_acceptance_decides():

@@ -35,9 +35,9 @@ class BlockConvolution(nn.Module):
 
     def convolve(self, rows: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
         """The rows (R, rows, H), which make one block or several, each mixed with those before it in its block."""
-        blocks = rows.unflatten(1, (-1, self.block_size))
-        taps = kernels.shape[-2]
-        shifted = [F.pad(blocks, (0, 0, tap, 0))[..., : self.block_size, :] for tap in range(taps)]
+        size, taps = min(self.block_size, rows.shape[1]), kernels.shape[-2]
+        blocks = rows.unflatten(1, (-1, size))
+        shifted = [F.pad(blocks, (0, 0, tap, 0))[..., :size, :] for tap in range(taps)]
         return (torch.stack(shifted, dim=-2).flatten(1, 2) * kernels).sum(-2)
 
 

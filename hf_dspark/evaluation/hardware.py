@@ -32,6 +32,9 @@ def summary(entry: Entry) -> Table:
     for cell in entry.verify:
         add("verify", cell.rows, str(cell.tokens), str(cell.depth), cell.time)
     for draft in entry.draft:
-        add("draft", draft.rows, "", "", draft.time)
+        parts = {"draft": draft.time, "draft of one slot": draft.first, "heads in a draft": draft.heads}
+        for work, time in parts.items():
+            if time is not None:
+                add(work, draft.rows, "", "", time)
     add("overhead", 1, "", "", entry.overhead)
     return table

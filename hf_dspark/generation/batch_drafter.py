@@ -105,7 +105,7 @@ class BatchDrafter:
         if self.drafter.copy_head is not None:
             texts = [row.text[0].to(device) for row in rows]
             text = pad_sequence(texts, batch_first=True, padding_value=-1, padding_side="left")
-        block = DraftBlock(self.drafter, self.context.block_hidden(anchors[:, None]), text)
+        block = DraftBlock(self.drafter, self.context.block_hidden(anchors[:, None], max(limits)), text)
         self.clock.lap("draft")
         going, previous = list(range(len(rows))), anchors  # the rows that still draft, and their last tokens
 

@@ -109,7 +109,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not limit:
             return input_ids, None
         text = input_ids.to(self.device)
-        block = DraftBlock(self.drafter, self.context.block_hidden(text[:, -1:]), text)
+        block = DraftBlock(self.drafter, self.context.block_hidden(text[:, -1:], limit), text)
         self.clock.lap("draft")
 
         scores: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ class DraftBlock:
 
     Args:
         drafter: the drafter, bound to the target.
-        hidden: its final hidden states of the blocks, (R, B, hidden_size).
+        hidden: its final hidden states of the blocks, (R, B, hidden_size), or of the first rows alone.
         text: token ids up to and with the blocks' first ones, (R, T), aligned to the right with -1 before them; the
             last is enough for a drafter without copy head.
     """
@@ -31,7 +31,7 @@ class DraftBlock:
             self._state = self._head.initial_state(hidden[:, 0])
             if not drafter.config.sample_from_anchor:  # slot 0 predicts nothing, but an RNN passes through it
                 _, self._state = self._head.step(self._head.embed(text[:, -1]), hidden[:, 0], self._state)
-        self._hidden = hidden[:, -drafter.config.num_draft_tokens :]
+        self._hidden = hidden[:, drafter.config.block_size - drafter.config.num_draft_tokens :]
         self._base_logits = drafter.base_logits(self._hidden)
         self._logits: torch.Tensor | None = None
         self._slot = -1

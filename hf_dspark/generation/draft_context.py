@@ -39,11 +39,11 @@ class DraftContext:
         """Add the features (1, rows, K * target_hidden_size) of the positions committed since."""
         self._pending.append(features)
 
-    def block_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
-        """Final hidden states (1, B, hidden_size) of the block at `anchor` (1, 1)."""
+    def block_hidden(self, anchor: torch.Tensor, num_draft_tokens: int | None = None) -> torch.Tensor:
+        """Final hidden states (1, B, hidden_size) of the block at `anchor` (1, 1), or of what so many drafts need."""
         drafter = self._drafter()
         pending = torch.cat(self._pending, dim=1)
-        output: DSparkOutput = drafter(drafter.block_ids(anchor), pending, cache=self._cache)
+        output: DSparkOutput = drafter(drafter.block_ids(anchor, num_draft_tokens), pending, cache=self._cache)
         self._pending = [pending[:, :0]]
         return output.last_hidden_state
 
@@ -98,14 +98,15 @@ class RaggedContext:
         self._cache.select(rows)
         self._pending = [self._pending[row] for row in rows]
 
-    def block_hidden(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Final hidden states (R, B, hidden_size) of the blocks at `anchors` (R, 1)."""
+    def block_hidden(self, anchors: torch.Tensor, num_draft_tokens: int | None = None) -> torch.Tensor:
+        """Final hidden states (R, B, hidden_size) of the blocks at `anchors` (R, 1), or what so many drafts need."""
         drafter, device = self._drafter, anchors.device
         pending = [torch.cat(features) for features in self._pending]
         counts = [len(features) for features in pending]
         held, new = torch.tensor([self._cache.lengths, counts], device=device)[:, :, None]
         # Columns: every row's context, all blocks in the same place behind it, and what only fills up at the end.
-        size, width = drafter.config.block_size, max(counts)
+        blocks = drafter.block_ids(anchors, num_draft_tokens)
+        size, width = blocks.shape[1], max(counts)
         longest = max(length + count for length, count in zip(self._cache.lengths, counts))
         context, block = torch.arange(width, device=device), torch.arange(size, device=device)
         places = torch.where(context < new, held + context, longest + size + context)
@@ -117,7 +118,7 @@ class RaggedContext:
             drafter.attention_patterns, positions, torch.arange(longest, device=device)[None], size, drafter.dtype
         )
         output: DSparkOutput = drafter(
-            drafter.block_ids(anchors),
+            blocks,
             pad_sequence(pending, batch_first=True),
             position_ids=torch.cat([held + context, positions], dim=1),
             attention_mask=masks,

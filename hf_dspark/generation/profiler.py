@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import constants
@@ -33,6 +34,8 @@ from .draft_context import DraftContext
 from .trace import Clock, Round, trace
 
 logger = logging.get_logger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 ROWS = (1, 2, 4)
 DEPTHS = (64, 1024)
@@ -275,18 +278,28 @@ class _Bench:
         self.cache.crop(-width)
         return seconds
 
-    def draft(self) -> float:
-        """Seconds of drafting a block for every row."""
+    def draft(self, slots: int) -> float:
+        """Seconds of drafting so many slots for every row."""
         self.draft_context.extend(self.features[:, -NEW_CONTEXT:])
-        seconds = self._seconds(self._draft)
+        seconds = self._seconds(lambda: self._heads(self._block(slots), slots))
         self.draft_context.crop(self.tokens.shape[1])
         return seconds
 
-    def _draft(self) -> None:
+    def heads(self, slots: int) -> float:
+        """The part of [`draft`] that comes after the backbone."""
+        block = self._block(slots)
+        seconds = self._seconds(lambda: self._heads(block, slots))
+        self.draft_context.crop(self.tokens.shape[1])
+        return seconds
+
+    def _block(self, slots: int) -> DraftBlock:
+        tokens = self.tokens.to(self.drafter.device)
+        return DraftBlock(self.drafter, self.draft_context.block_hidden(tokens[:, -1:], slots), tokens)
+
+    def _heads(self, block: DraftBlock, slots: int) -> None:
         drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
         token = self.tokens[:, -1].to(drafter.device)
-        block = DraftBlock(drafter, self.draft_context.block_hidden(token[:, None]), self.tokens.to(drafter.device))
-        for slot in range(drafter.config.num_draft_tokens):
+        for slot in range(slots):
             block.advance(token)
             if calibration is not None:
                 calibration(slot, **block.read(calibration)).sigmoid().tolist()
@@ -318,7 +331,7 @@ def _measure(
     text = torch.cat([ids[0] for ids in prompts]).to(target.device)
     text = text.repeat(-(-depths[-1] // len(text)))
 
-    passes: dict[Hashable, Callable[[], float]] = {}
+    passes: dict[tuple, Callable[[], float]] = {}  # by rows, width and depth, or by a field of a draft cell and rows
     for row_count in sorted(rows):
         widths = range(1, most + 1) if row_count == 1 else sorted({1, (most + 1) // 2, most})
         for depth in depths:
@@ -326,10 +339,12 @@ def _measure(
             for width in widths:
                 passes[row_count, width, depth] = partial(bench.verify, width)
             if depth == depths[0]:
-                passes[row_count] = bench.draft
+                passes["time", row_count] = partial(bench.draft, most - 1)
+                passes["first", row_count] = partial(bench.draft, 1)
+                passes["heads", row_count] = partial(bench.heads, most - 1)
     timings = repeat(passes, *sweeps, seconds)
 
-    draft = timings[1].median
+    draft = timings["time", 1].median
     overheads = [
         max(one.seconds.total - one.seconds.verify - draft, 0.0)
         for prompt in prompts
@@ -337,23 +352,21 @@ def _measure(
     ]
     entry = Entry(
         identity_of(target, drafter),
-        verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if isinstance(key, tuple)],
-        draft=[DraftCell(key, timings[key]) for key in passes if isinstance(key, int)],
+        verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
+        draft=[DraftCell(r, *(timings[part, r] for part in ("time", "first", "heads"))) for r in sorted(rows)],
         overhead=Timing.of(overheads),
     )
     entry.check()
     return entry
 
 
-def repeat(
-    passes: dict[Hashable, Callable[[], float]], fewest: int, most: int, seconds: float
-) -> dict[Hashable, Timing]:
+def repeat(passes: dict[Key, Callable[[], float]], fewest: int, most: int, seconds: float) -> dict[Key, Timing]:
     """
     Times of passes that return their seconds, in sweeps over all of them, in an order that changes, after one to warm
     up: at least `fewest`, then until every median is known to `PRECISION`, or after `most` or so many seconds.
     """
     order, shuffle = list(passes), random.Random(0).shuffle
-    samples: dict[Hashable, list[float]] = {key: [] for key in passes}
+    samples: dict[Key, list[float]] = {key: [] for key in passes}
     begin = time.perf_counter()
     for key in order:
         passes[key]()

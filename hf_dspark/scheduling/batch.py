@@ -110,22 +110,14 @@ class HardwareAwareBatch(BatchScheduler):
         self.do_sample = do_sample
         experience = experience or Experience(length)
         experience.begin_request()
-        self._ledger, self._outlook = experience.ledger, experience.outlook
+        self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         rows, costs, price = len(rooms), self.costs(len(rooms)), self._ledger.price
         most = np.minimum(rooms, self.length)
-        verify = np.array(costs.verify[: most.sum() + 1])
         self._plain = costs.overhead + costs.verify[0]
         self._rate = self._ledger.speedup * rows / self._plain
-        self._seconds = price * (costs.draft + verify + costs.overhead)
-        spread = min(costs.spread, 1.0)
-        self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
-        self._beyond = np.arange(self.length) >= most[:, None]
-        self._survivals = np.where(self._beyond, -1.0, 0.0)
-        self._last: np.ndarray | None = None  # confidences of the last slot
-        self._unpredicted: list[int] = []
-        self._admitted = 0
+        self._begin(most, price)
         self._drafting = bool(most.any()) and self._ledger.allows()
         if self._drafting:
             # At the end of a text nothing is left to learn for: what is likely has to pay, not what is possible.
@@ -135,7 +127,24 @@ class HardwareAwareBatch(BatchScheduler):
             count = allot(hopes, self._seconds, self._rate).sum()
             tokens = np.sort(hopes, axis=None)[::-1][:count].sum()
             self._drafting = rows + tokens - self._rate * self._seconds[count] > rows - self._rate * self._plain
+        if self._drafting:
+            most = np.minimum(most, self._width.choose(most.max(), self._rate * price * costs.row / rows))
+            self._begin(most, price)
         return most.tolist() if self._drafting else [0] * rows
+
+    def _begin(self, most: np.ndarray, price: float) -> None:
+        """A round with blocks of which so many slots (R,) can be drafted."""
+        costs = self.costs(len(most))
+        left_out = (costs.row + costs.head) * (costs.slots // len(most) - most.max())
+        fixed = max(costs.draft - left_out, 0.0) + costs.overhead
+        self._seconds = price * (fixed + np.array(costs.verify[: most.sum() + 1]))
+        spread = min(costs.spread, 1.0)
+        self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
+        self._beyond = np.arange(self.length) >= most[:, None]
+        self._survivals = np.where(self._beyond, -1.0, 0.0)
+        self._last: np.ndarray | None = None  # confidences of the last slot
+        self._unpredicted: list[int] = []
+        self._admitted = 0
 
     def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
         index = np.array(rows)
@@ -146,8 +155,8 @@ class HardwareAwareBatch(BatchScheduler):
             values = np.array(confidences)
             before = None if self._last is None else self._last[index]
             self._outlook.learn(slot, values, before)
-            self._last = np.zeros(len(self._survivals))
-            self._last[index] = values
+        self._last = np.zeros(len(self._survivals))
+        self._last[index] = values
         here = values * (self._survivals[index, slot - 1] if slot else 1.0)
         self._survivals[index, slot] = here
         if not self.do_sample:
@@ -169,6 +178,18 @@ class HardwareAwareBatch(BatchScheduler):
             reached = (lengths > slot) & (right >= slot)
             if reached.any():
                 self._outlook.learn(slot, (right[reached] > slot).astype(float))
+        if self._drafting:
+            self._learn_width(lengths)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
         self._ledger.book(self._drafting, 1 + right.mean(), spent / self._plain, slowness)
+
+    def _learn_width(self, lengths: np.ndarray) -> None:
+        """What slots brought, where tokens share the time that all took; those behind the last row might have."""
+        slots, width, total = np.arange(self.length), int((~self._beyond).sum(1).max()), int(lengths.sum())
+        price = self._rate * (self._seconds[total] - self._seconds[0]) / max(total, 1)
+        brought = np.where(slots < lengths[:, None], self._survivals - price, 0.0)
+        if width < self.length and (whole := lengths == width).any():
+            later = self._outlook.after_each(width - 1, self._last[whole]).cumprod(1)
+            brought[whole, width:] = (later * self._survivals[whole, width - 1 : width] - price).clip(0)
+        self._width.learn(brought.mean(0).tolist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,8 @@ class RoundCosts:
         verify: by the number of draft tokens of all requests, 0 to R·γ, the target's forward pass over the anchors
             and so many drafts; never falling.
         overhead: what a round spends outside the two.
+        row: what a draft takes less for each row of the blocks that is not computed, without heads.
+        head: what it takes less for each slot of the blocks that the heads do not come to.
         spread: how far measured times of the same work lie apart, (p90 - p10) / median.
     """
 
@@ -24,9 +26,17 @@ class RoundCosts:
     verify: tuple[float, ...]
     overhead: float = 0.0
     spread: float = 0.0
+    row: float = 0.0
+    head: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        """The slots of all blocks: the most draft tokens that can be verified."""
+        return len(self.verify) - 1
 
     def in_proportion(self, rows: int) -> RoundCosts:
         """The costs for so many requests, where those for one are all that is known: each costs what one does."""
-        drafts = np.arange(rows * (len(self.verify) - 1) + 1)
+        drafts = np.arange(rows * self.slots + 1)
         verify = rows * np.interp(drafts / rows, np.arange(len(self.verify)), self.verify)
-        return RoundCosts(rows * self.draft, tuple(verify.tolist()), rows * self.overhead, self.spread)
+        scaled = {name: rows * getattr(self, name) for name in ("draft", "overhead", "row", "head")}
+        return replace(self, verify=tuple(verify.tolist()), **scaled)

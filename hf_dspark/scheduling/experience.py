@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .block_width import BlockWidth
 from .ledger import Ledger
 from .outlook import Outlook
 
@@ -16,7 +17,7 @@ class Experience:
     """
 
     def __init__(self, length: int):
-        self.ledger, self.outlook = Ledger(), Outlook(length)
+        self.ledger, self.outlook, self.width = Ledger(), Outlook(length), BlockWidth(length)
 
     def begin_request(self) -> None:
         self.ledger.forgive()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from .costs import RoundCosts
 from .experience import Experience
 from .schedulers import Scheduler
@@ -48,10 +50,11 @@ class HardwareAware(Scheduler):
 
     What counts is the rate in the long run, so the length ℓ of a draft maximises E[τ] - λ·t(ℓ), where λ is the rate of
     past rounds, at least that of plain decoding: a second spent on one more token has to bring as much as it would in
-    any other round. Greedy, the whole block is drafted and cut at the optimum. Sampling, a draft ends where stopping
-    beats every longer draft, with c_1..c_k known and later confidences as past rounds let expect them; so the rule
-    sees beyond a step in the costs, yet depends on nothing that depends on x_k. A drafter without confidence head has
-    its past acceptance by slot for confidences. Time that a cut saves counts less the spread of measured times.
+    any other round. A draft ends where stopping beats every longer draft, with c_1..c_k known and later confidences
+    as past rounds let expect them; so the rule sees beyond a step in the costs, yet, sampling, depends on nothing that
+    depends on x_k. Greedy, drafting on costs the time of the heads alone, for what was drafted is cut at the optimum.
+    A drafter without confidence head has its past acceptance by slot for confidences. Time that a cut saves counts
+    less the spread of measured times. Of the block no more rows are computed than were worth it, by [`BlockWidth`].
 
     Drafting has to pay for itself, by a [`Ledger`]; so by these times generation takes longer than plain decoding by
     its allowance at most, and two rounds. Times are the profile's: load that slows everything alike scales λ down and
@@ -77,7 +80,7 @@ class HardwareAware(Scheduler):
         self.plain = costs.overhead + costs.verify[0]  # seconds of a round without draft
         experience = experience or Experience(length)
         experience.begin_request()
-        self._ledger, self._outlook = experience.ledger, experience.outlook
+        self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
         self.limit(0)
 
     @property
@@ -94,15 +97,27 @@ class HardwareAware(Scheduler):
         most = min(self.length, room)
         self._probabilities: list[float] = []
         self._unpredicted: list[int] = []
-        price, spread = self.price, min(self.costs.spread, 1.0)
-        self._seconds = [price * (self.costs.draft + t + self.costs.overhead) for t in self.costs.verify[: most + 1]]
-        self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
         self._drafting = most > 0 and self._ledger.allows()
+        self._count_costs(most)
         if self._drafting:
             # At the end of the text nothing is left to learn for: what is likely has to pay, not what is possible.
             hopes = [self._outlook.mean(slot) if most < self.length else 1.0 for slot in range(most)]
             self._drafting = max(gains(hopes, self._seconds, self.rate)) > 1 - self.rate * self.plain
+        if self._drafting:
+            most = self._width.choose(most, self.rate * self.price * self.costs.row)
+            self._count_costs(most)
         return most if self._drafting else 0
+
+    def _count_costs(self, width: int) -> None:
+        """What this round takes, by the number of drafts, if its block has rows for `width` of them."""
+        costs, price = self.costs, self.price
+        self._head = price * costs.head
+        left_out = costs.row * (costs.slots - width) + costs.head * costs.slots
+        fixed = max(costs.draft - left_out, 0.0) + costs.overhead
+        self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
+        spread = min(costs.spread, 1.0)
+        self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
+        self._cut = 0  # drafts that were not verified
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:
@@ -111,19 +126,38 @@ class HardwareAware(Scheduler):
         else:
             self._outlook.learn(slot, confidence, self._probabilities[-1] if slot else None)
         self._probabilities.append(confidence)
-        if not self.do_sample:
-            return True
+        if not (self.do_sample or self._head):
+            return True  # for nothing
         expected = self._probabilities + self._outlook.after(slot, confidence)
         values = gains(expected, self._cautious, self.rate)
-        return max(values[slot + 1 :]) >= values[slot]
+        stopping = values[slot] if self.do_sample else max(self._if_cut(values, slot))
+        return max(values[slot + 1 :]) >= stopping
 
     def keep(self, drafted: int) -> int:
-        values = gains(self._probabilities[:drafted], self._cautious, self.rate)
-        return max(range(drafted + 1), key=lambda length: (values[length], length))
+        values = self._if_cut(gains(self._probabilities[:drafted], self._cautious, self.rate), drafted)
+        length = max(range(drafted + 1), key=lambda length: (values[length], length))
+        self._cut = drafted - length
+        return length
+
+    def _if_cut(self, values: Sequence[float], drafted: int) -> list[float]:
+        """Values by length, of a draft that the heads have come so far with."""
+        return [value - self.rate * self._head * (drafted - n) for n, value in enumerate(values[: drafted + 1])]
 
     def observe(self, verified: int, accepted: int, seconds: float) -> None:
         for slot in self._unpredicted[: min(verified, accepted + 1)]:
             self._outlook.learn(slot, slot < accepted)
-        spent = self._seconds[verified] if self._drafting else self.plain
+        if self._drafting:
+            self._learn_width(verified)
+        spent = self._seconds[verified] + self._head * self._cut if self._drafting else self.plain
         slowness = seconds / (spent / self.price if self._drafting else spent)
         self._ledger.book(self._drafting, 1 + accepted, spent / self.plain, slowness)
+
+    def _learn_width(self, verified: int) -> None:
+        """What slots brought; those behind the last row might have, if the draft went as far."""
+        likely = self._probabilities[:verified]
+        if 0 < verified == len(self._seconds) - 1:
+            likely += self._outlook.after(verified - 1, likely[-1])
+        seconds = [self.price * t + self._head * n for n, t in enumerate(self.costs.verify)]
+        brought = np.zeros(self.length)
+        brought[: len(likely)] = np.diff(np.maximum.accumulate(gains(likely, seconds, self.rate)))
+        self._width.learn(brought.tolist())

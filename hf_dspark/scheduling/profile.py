@@ -2,7 +2,7 @@
 What verification and drafting cost on a device, as measured there, and what is accepted, on any device.
 
 These classes are the schema of `hardware_profile.json`: every field is a key of the same name. Times are seconds.
-Version 2 added `calibration` and `acceptance`, which files of version 1 are read without.
+Version 2 added `calibration` and `acceptance`, version 3 `first` and `heads` of drafts; files without are read so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..files import write_text
 from .calibration import Calibration
 from .costs import RoundCosts
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PROFILE = "hardware_profile.json"
 
 FLAT = 1e-3  # verification times closer together than that are no measurement: one never repeats so well
@@ -111,10 +111,14 @@ class DraftCell:
     Args:
         rows: R, sequences in the batch.
         time: how long it took.
+        first: how long it took for the first slot alone, in a block of no more rows; `None` if that is not known.
+        heads: the part of `time` that the heads took; `None` if that is not known.
     """
 
     rows: int
     time: Timing
+    first: Timing | None = None
+    heads: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -162,9 +166,21 @@ class Entry:
 
     def draft_seconds(self, rows: int = 1) -> float:
         """Time to draft a block for each of `rows` rows, interpolated like [`verify_seconds`]."""
-        cells = sorted(self.draft, key=lambda cell: cell.rows)
-        times = np.maximum.accumulate([cell.time.median for cell in cells])
+        return self._by_rows("time", rows)
+
+    def _by_rows(self, name: str, rows: int) -> float:
+        """The times of that name among the draft cells that have them."""
+        cells = sorted((cell for cell in self.draft if getattr(cell, name)), key=lambda cell: cell.rows)
+        times = np.maximum.accumulate([getattr(cell, name).median for cell in cells])
         return float(_within([cell.rows for cell in cells], times, rows))
+
+    def _draft_shares(self, num_draft_tokens: int, rows: int) -> dict[str, float]:
+        """What a row of the block and the heads of a slot add to a draft, as [`RoundCosts`] has them."""
+        if num_draft_tokens == 1 or not all(cell.first and cell.heads for cell in self.draft):
+            return {}
+        head = self._by_rows("heads", rows) / num_draft_tokens
+        slot = (self.draft_seconds(rows) - self._by_rows("first", rows)) / (num_draft_tokens - 1)
+        return {"row": max(slot - head, 0.0), "head": min(head, max(slot, 0.0))}
 
     def round_costs(self, num_draft_tokens: int, depth: int = 0, rows: int = 1) -> RoundCosts:
         """
@@ -183,6 +199,7 @@ class Entry:
             verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
             overhead=self.overhead.median,
             spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
+            **self._draft_shares(num_draft_tokens, rows),
         )
 
     @cached_property
@@ -216,7 +233,9 @@ class Entry:
             ValueError: these times cannot be those of a machine, and why.
         """
         timings = {f"verifying {cell}": cell.time for cell in self.verify}
-        timings |= {f"drafting for {cell.rows} rows": cell.time for cell in self.draft}
+        for cell in self.draft:
+            parts = {"drafting": cell.time, "drafting one slot": cell.first, "the heads": cell.heads}
+            timings |= {f"{part} for {cell.rows} rows": time for part, time in parts.items() if time is not None}
         for work, time in timings.items():
             if not (0 < time.p10 <= time.median <= time.p90 < math.inf):
                 raise ValueError(f"{work} has the times {_text(time)}; they have to be positive and in order.")
@@ -343,7 +362,7 @@ class HardwareProfile:
         file = _file(path)
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            if content["schema_version"] not in (1, SCHEMA_VERSION):
+            if content["schema_version"] not in range(1, SCHEMA_VERSION + 1):
                 raise ValueError(
                     f"its schema_version is {content['schema_version']}, this package reads up to {SCHEMA_VERSION}"
                 )
@@ -405,10 +424,15 @@ def _entry(content: dict) -> Entry:
         | {
             "identity": Identity(**content["identity"]),
             "verify": [VerifyCell(**cell | {"time": Timing(**cell["time"])}) for cell in content["verify"]],
-            "draft": [DraftCell(**cell | {"time": Timing(**cell["time"])}) for cell in content["draft"]],
+            "draft": [_draft_cell(**cell) for cell in content["draft"]],
             "overhead": Timing(**content["overhead"]),
         }
     )
+
+
+def _draft_cell(rows: int, time: dict, first: dict | None = None, heads: dict | None = None) -> DraftCell:
+    first_slot, in_heads = (None if part is None else Timing(**part) for part in (first, heads))
+    return DraftCell(rows, Timing(**time), first_slot, in_heads)
 
 
 def _by_regime(kind: type, content: dict) -> dict:

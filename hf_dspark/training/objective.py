@@ -230,8 +230,8 @@ class DSparkObjective(nn.Module):
         log_q = logits.float().log_softmax(-1)
         p = target_log_probs[rows, places].float().exp()
         cross_entropy = -(p * log_q).sum(-1)
-        # The part of p outside a pruned draft vocabulary is missed whatever q is.
-        total_variation = 0.5 * ((log_q.exp() - p).abs().sum(-1) + (1 - p.sum(-1)).clamp(min=0))
+        # 1 - Σ min(p, q): the part of p outside a pruned draft vocabulary is missed whatever q is.
+        total_variation = 1 - torch.minimum(log_q.exp(), p).sum(-1)
         choice, ids = log_q.argmax(-1), self.drafter.draft_token_ids
         if ids is not None:
             choice = ids[choice]

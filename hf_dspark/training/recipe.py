@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..compat import multiplies_bfloat16
 from ..files import write_text
 from ..heads import CopyHead
 from ..hub import repository_of
@@ -31,11 +32,11 @@ HELD_OUT = 24  # sequences for the acceptance estimate
 
 def load_target(path: str | os.PathLike) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    The target on this process's device, and its tokenizer. An accelerator keeps the dtype of the checkpoint; on CPUs
-    float32 is the faster for large batches.
+    The target on this process's device, and its tokenizer. The dtype is the checkpoint's, but on CPUs that do not
+    multiply in bfloat16, where float32 is the faster for large batches.
     """
     device = PartialState().device
-    dtype = torch.float32 if device.type == "cpu" else "auto"
+    dtype = "auto" if multiplies_bfloat16(device) else torch.float32
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
     return target, AutoTokenizer.from_pretrained(path)
 
@@ -89,7 +90,7 @@ def train_drafter(
         mask_token_id: token that fills draft slots (default: a special token that is not in use).
         drafter_path: folder or Hub repository of a drafter for this target to go on from, instead of a new one.
         config_fields: [`DSparkConfig`] fields such as `num_hidden_layers`, `block_size`, `draft_vocab_size`; of a
-            drafter that is there, `copy_ngram_size` alone can change.
+            drafter that is there, `block_size` and `copy_ngram_size` alone can change.
     """
     output, state = Path(output), PartialState()
     output.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,8 @@ def train_drafter(
         drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
         prune_vocabulary(drafter, counts)
     else:
-        drafter = with_copy_head(drafter_path, config_fields.get("copy_ngram_size")).to(target.device)
+        changes = {name: config_fields[name] for name in ("block_size", "copy_ngram_size") if name in config_fields}
+        drafter = drafter_to_go_on_from(drafter_path, **changes).to(target.device)
     sizes = feature_sizes(drafter, target, rows[:64]["input_ids"])
     if drafter_path is None:
         initialise(drafter, target, sizes)
@@ -135,7 +137,7 @@ def train_drafter(
         warmup_steps=max(1, steps // 20),
         adam_beta2=0.95,
         weight_decay=0.01,
-        bf16=on_accelerator,
+        bf16=multiplies_bfloat16(target.device),
         use_cpu=not on_accelerator,
         dataloader_pin_memory=on_accelerator,
         ddp_find_unused_parameters=False,
@@ -171,12 +173,19 @@ def train_drafter(
     return drafter
 
 
-def with_copy_head(path: str | os.PathLike, copy_ngram_size: int | None) -> DSparkModel:
+def drafter_to_go_on_from(
+    path: str | os.PathLike, block_size: int | None = None, copy_ngram_size: int | None = None
+) -> DSparkModel:
     """
-    The drafter of that path in float32, with a copy head for repetitions of so many tokens (default: its own). A head
-    that it has not had, or not of that size, starts as a new drafter's.
+    The drafter of that path in float32, with blocks of so many rows and a copy head for repetitions of so many tokens
+    (default: its own). A head that it has not had, or not of that size, starts as a new drafter's. What was measured
+    of it before is left behind.
     """
     drafter = DSparkModel.from_pretrained(path, dtype=torch.float32)
+    drafter.hardware_profile = None
+    if block_size is not None:
+        drafter.config.block_size = block_size
+        drafter.config.validate()
     if copy_ngram_size not in (None, drafter.config.copy_ngram_size):
         drafter.config.copy_ngram_size = copy_ngram_size
         drafter.copy_head = CopyHead(drafter.config) if copy_ngram_size else None

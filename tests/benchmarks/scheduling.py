@@ -119,7 +119,7 @@ def hardware_aware(
                 count = k
                 break
         if limit and not do_sample:
-            count = scheduler.keep(limit)
+            count = scheduler.keep(count)
         new = committed(right, count)
         took = seconds(costs)[count] if limit else costs.verify[0] + costs.overhead
         scheduler.observe(count, new - 1, took)

@@ -1,0 +1,45 @@
+"""How many rows of a draft block are worth computing, which has to be settled before anything is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .outlook import Average
+
+WHOLE_AT_FIRST = 8  # drafted rounds with whole blocks before any other
+WHOLE_AGAIN = 16  # drafted rounds from one whole block to the next, to see what late slots are like by now
+
+
+class BlockWidth:
+    """
+    Knows what each slot brought in past rounds, in tokens and beyond what it cost to verify; a slot is worth its row
+    while it brings more than the row's time would elsewhere. What it goes by are rounds that are over, so it is
+    lossless when sampling, too.
+
+    Args:
+        length: slots of a whole block.
+    """
+
+    def __init__(self, length: int):
+        self._gains = [Average(0.0, weight=0.01) for _ in range(length)]
+        self._rounds = 0
+
+    def choose(self, most: int, cost: float) -> int:
+        """
+        How many slots the round that begins should have rows for, 1 to `most`.
+
+        Args:
+            cost: of a row, in tokens of that time.
+        """
+        self._rounds += 1
+        if not cost or self._rounds <= WHOLE_AT_FIRST or self._rounds % WHOLE_AGAIN == 0:
+            return most
+        net = np.cumsum([gain.value - cost for gain in self._gains[:most]])
+        return most - int(net[::-1].argmax())
+
+    def learn(self, gains: Sequence[float]) -> None:
+        """Take in what each slot brought, a request."""
+        for average, gain in zip(self._gains, gains):
+            average.add(gain)
