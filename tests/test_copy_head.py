@@ -20,6 +20,8 @@ from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
 from hf_dspark.generation.draft_block import over_vocabulary
 from hf_dspark.heads import CopyHead
+from hf_dspark.scheduling.calibration import Calibration
+from hf_dspark.scheduling.profile import HardwareProfile
 from hf_dspark.training.recipe import train_drafter
 
 
@@ -168,15 +170,19 @@ def test_sizes_that_cannot_be():
 
 
 def test_a_drafter_that_was_trained_without_gets_one(target_folder, tmp_path):  # noqa: F811
-    """Training goes on from a drafter, whose vocabulary and shape stay, and the new head learns as well."""
+    """Training goes on from a drafter, whose vocabulary and layers stay, and the new head learns as well."""
     arguments = {"tokens": 3000, "mask_token_id": 2, **SMALL}
     train_drafter(target_folder, tmp_path / "old", steps=2, draft_vocab_size=20, copy_ngram_size=0, **arguments)
     old = DSparkModel.from_pretrained(tmp_path / "old")
     assert old.copy_head is None
+    nothing = Calibration.identity(old.config.num_draft_tokens)
+    HardwareProfile(calibration={"greedy": nothing}).save(tmp_path / "old")
     data = tmp_path / "old" / "data"
-    arguments |= {"drafter_path": tmp_path / "old", "copy_ngram_size": 4, "learning_rate": 1e-2}
+    arguments |= {"drafter_path": tmp_path / "old", "copy_ngram_size": 4, "block_size": 5, "learning_rate": 1e-2}
     train_drafter(target_folder, tmp_path / "new", data, steps=3, **arguments)
     new = DSparkModel.from_pretrained(tmp_path / "new")
+    assert (old.config.block_size, new.config.block_size, new.config.num_hidden_layers) == (3, 5, 1)
+    assert new.hardware_profile is None, "what was measured of the old one says nothing of this one"
     assert new.draft_token_ids.tolist() == old.draft_token_ids.tolist()
     strength = new.copy_head.strength.float()
     assert (strength.diff() > 0).all() and not torch.equal(strength, strength.round(decimals=1))

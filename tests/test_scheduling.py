@@ -175,7 +175,7 @@ def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, conf
     for place in range(rounds):
         limit, count = decide(scheduler, confidences, scheduler.do_sample)
         accepted = min(count, accepts(place))
-        left_out = (costs.slots - limit) * costs.row
+        left_out = (len(costs.verify) - 1 - limit) * costs.row
         seconds = costs.verify[count] + costs.overhead + (costs.draft - left_out if limit else 0)
         scheduler.observe(count, accepted, seconds * draw.lognormvariate(0, noise))
         played.append((1 + accepted, seconds, limit))

@@ -135,7 +135,7 @@ class HardwareAwareBatch(BatchScheduler):
     def _begin(self, most: np.ndarray, price: float) -> None:
         """A round with blocks of which so many slots (R,) can be drafted."""
         costs = self.costs(len(most))
-        left_out = (costs.row + costs.head) * (costs.slots // len(most) - most.max())
+        left_out = (costs.row + costs.head) * (self.length - most.max())
         fixed = max(costs.draft - left_out, 0.0) + costs.overhead
         self._seconds = price * (fixed + np.array(costs.verify[: most.sum() + 1]))
         spread = min(costs.spread, 1.0)

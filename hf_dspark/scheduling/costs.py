@@ -29,14 +29,9 @@ class RoundCosts:
     row: float = 0.0
     head: float = 0.0
 
-    @property
-    def slots(self) -> int:
-        """The slots of all blocks: the most draft tokens that can be verified."""
-        return len(self.verify) - 1
-
     def in_proportion(self, rows: int) -> RoundCosts:
         """The costs for so many requests, where those for one are all that is known: each costs what one does."""
-        drafts = np.arange(rows * self.slots + 1)
+        drafts = np.arange(rows * (len(self.verify) - 1) + 1)
         verify = rows * np.interp(drafts / rows, np.arange(len(self.verify)), self.verify)
         scaled = {name: rows * getattr(self, name) for name in ("draft", "overhead", "row", "head")}
         return replace(self, verify=tuple(verify.tolist()), **scaled)

@@ -112,7 +112,7 @@ class HardwareAware(Scheduler):
         """What this round takes, by the number of drafts, if its block has rows for `width` of them."""
         costs, price = self.costs, self.price
         self._head = price * costs.head
-        left_out = costs.row * (costs.slots - width) + costs.head * costs.slots
+        left_out = costs.row * (self.length - width) + costs.head * self.length
         fixed = max(costs.draft - left_out, 0.0) + costs.overhead
         self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
         spread = min(costs.spread, 1.0)

@@ -181,11 +181,9 @@ def drafter_to_go_on_from(
     (default: its own). A head that it has not had, or not of that size, starts as a new drafter's. What was measured
     of it before is left behind.
     """
-    drafter = DSparkModel.from_pretrained(path, dtype=torch.float32)
+    size = {} if block_size is None else {"block_size": block_size}
+    drafter = DSparkModel.from_pretrained(path, dtype=torch.float32, **size)
     drafter.hardware_profile = None
-    if block_size is not None:
-        drafter.config.block_size = block_size
-        drafter.config.validate()
     if copy_ngram_size not in (None, drafter.config.copy_ngram_size):
         drafter.config.copy_ngram_size = copy_ngram_size
         drafter.copy_head = CopyHead(drafter.config) if copy_ngram_size else None
