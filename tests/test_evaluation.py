@@ -347,7 +347,7 @@ def test_bad_requests_are_refused_at_once(tmp_path, command, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *args, **kwargs: pytest.fail())
     (tmp_path / "one.jsonl").write_text("")
     result = runner.invoke(app, command)
-    assert result.exit_code == 2 and "holds no prompts" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "holds no prompts" in " ".join(result.output.replace("│", "").split())
     for name in ("report", "plots"):
         monkeypatch.delitem(sys.modules, f"hf_dspark.evaluation.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
