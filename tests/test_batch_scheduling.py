@@ -233,7 +233,9 @@ def test_rows_of_blocks_without_confidences():
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_rows_of_blocks_are_computed_as_far_as_they_are_worth_it(rows, do_sample):
     def costs(rows: int) -> RoundCosts:
-        return RoundCosts(0.6 * rows, tuple(rows + 0.02 * n for n in range(6 * rows + 1)), row=0.08 * rows)
+        return RoundCosts(
+            0.6 * rows, tuple(rows + 0.02 * n for n in range(6 * rows + 1)), row=0.05 * rows, head=0.03 * rows
+        )
 
     scheduler = HardwareAwareBatch(costs, 6, do_sample)
     for likely, expected in ((2, 2), (6, 6)):
@@ -242,7 +244,7 @@ def test_rows_of_blocks_are_computed_as_far_as_they_are_worth_it(rows, do_sample
         for _ in range(500):
             limit, counts = decide(scheduler, confidences, do_sample)
             here = costs(rows)
-            left_out = (6 - max(limit)) * here.row
+            left_out = (6 - max(limit)) * (here.row + here.head)
             spent = here.verify[sum(counts)] + (here.draft - left_out if any(limit) else 0)
             scheduler.observe(counts, [min(count, likely) for count in counts], spent)
             limits.append(max(limit))

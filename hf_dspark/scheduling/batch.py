@@ -128,7 +128,8 @@ class HardwareAwareBatch(BatchScheduler):
             tokens = np.sort(hopes, axis=None)[::-1][:count].sum()
             self._drafting = rows + tokens - self._rate * self._seconds[count] > rows - self._rate * self._plain
         if self._drafting:
-            most = np.minimum(most, self._width.choose(most.max(), self._rate * price * costs.row / rows))
+            row = costs.row + (0.0 if self.do_sample else costs.head)  # greedy, the heads come to all of them
+            most = np.minimum(most, self._width.choose(most.max(), self._rate * price * row / rows))
             self._begin(most, price)
         return most.tolist() if self._drafting else [0] * rows
 
