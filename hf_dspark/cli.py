@@ -191,6 +191,13 @@ def train(
     from .demo import REPOSITORY
     from .training.recipe import train_drafter
 
+    fields = {
+        "base_model": REPOSITORY if target == "smollm2" else None,
+        "block_size": block_size,
+        "copy_ngram_size": copy_ngram_size,
+        "num_key_value_heads": kv_heads,
+        "draft_vocab_size": draft_vocab_size,
+    }
     train_drafter(
         target_folder(target),
         output,
@@ -208,11 +215,7 @@ def train(
         num_hidden_layers=layers,
         markov_head_type=head,
         markov_rank=rank,
-        **({"base_model": REPOSITORY} if target == "smollm2" else {}),
-        **({} if block_size is None else {"block_size": block_size}),
-        **({} if copy_ngram_size is None else {"copy_ngram_size": copy_ngram_size}),
-        **({} if kv_heads is None else {"num_key_value_heads": kv_heads}),
-        **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
+        **{name: value for name, value in fields.items() if value is not None},
     )
 
 

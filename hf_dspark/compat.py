@@ -1,11 +1,10 @@
-"""What differs between the supported releases and machines, found by looking at the features themselves."""
+"""What differs between the supported transformers releases, found by looking at the features themselves."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
-import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import QuantizedCache
 from transformers.cache_utils import Cache
@@ -36,11 +35,3 @@ def resolve_revision(path: str | os.PathLike, revision: str | None = None, **kwa
         return revision
     arguments = {name: kwargs[name] for name in ("token", "local_files_only", "cache_dir") if name in kwargs}
     return hub.resolve_revision(path, revision, **arguments)
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices faster than float32 ones; older torch knows no CPU that does."""
-    if device.type != "cpu":
-        return True
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -81,7 +81,8 @@ class HardwareAwareBatch(BatchScheduler):
     Verifies as many draft tokens of all rows as pay together, the likeliest first (design: paper, algorithm 1).
 
     The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where τ are the tokens of all rows and t the time of
-    their common round. Greedy, all blocks are drafted and cut at the optimum. Sampling, the optimum is looked for at
+    their common round. Greedy, all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and
+    cut at the optimum. Sampling, the optimum is looked for at
     every slot, with the confidences of all rows up to there and those of later slots as expected; a row drafts on if
     its token is part of it. As rows compete for the same time, the more there are, the less of each is verified.
 
@@ -113,11 +114,11 @@ class HardwareAwareBatch(BatchScheduler):
         self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
-        rows, costs, price = len(rooms), self.costs(len(rooms)), self._ledger.price
+        rows, costs = len(rooms), self.costs(len(rooms))
         most = np.minimum(rooms, self.length)
         self._plain = costs.overhead + costs.verify[0]
         self._rate = self._ledger.speedup * rows / self._plain
-        self._begin(most, price)
+        self._begin(most)
         self._drafting = bool(most.any()) and self._ledger.allows()
         if self._drafting:
             # At the end of a text nothing is left to learn for: what is likely has to pay, not what is possible.
@@ -129,16 +130,17 @@ class HardwareAwareBatch(BatchScheduler):
             self._drafting = rows + tokens - self._rate * self._seconds[count] > rows - self._rate * self._plain
         if self._drafting:
             row = costs.row + (0.0 if self.do_sample else costs.head)  # greedy, the heads come to all of them
-            most = np.minimum(most, self._width.choose(most.max(), self._rate * price * row / rows))
-            self._begin(most, price)
+            cost = self._rate * self._ledger.price * row / rows
+            most = np.minimum(most, self._width.choose(most.max(), cost))
+            self._begin(most)
         return most.tolist() if self._drafting else [0] * rows
 
-    def _begin(self, most: np.ndarray, price: float) -> None:
+    def _begin(self, most: np.ndarray) -> None:
         """A round with blocks of which so many slots (R,) can be drafted."""
         costs = self.costs(len(most))
-        left_out = (costs.row + costs.head) * (self.length - most.max())
-        fixed = max(costs.draft - left_out, 0.0) + costs.overhead
-        self._seconds = price * (fixed + np.array(costs.verify[: most.sum() + 1]))
+        left_out = self.length - int(most.max())
+        fixed = costs.draft_without(rows=left_out, heads=left_out) + costs.overhead
+        self._seconds = self._ledger.price * (fixed + np.array(costs.verify[: most.sum() + 1]))
         spread = min(costs.spread, 1.0)
         self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
         self._beyond = np.arange(self.length) >= most[:, None]

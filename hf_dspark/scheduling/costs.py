@@ -29,6 +29,10 @@ class RoundCosts:
     row: float = 0.0
     head: float = 0.0
 
+    def draft_without(self, rows: int, heads: int) -> float:
+        """What a draft takes whose blocks lack so many rows, and whose heads so many slots."""
+        return max(self.draft - rows * self.row - heads * self.head, 0.0)
+
     def in_proportion(self, rows: int) -> RoundCosts:
         """The costs for so many requests, where those for one are all that is known: each costs what one does."""
         drafts = np.arange(rows * (len(self.verify) - 1) + 1)

@@ -97,6 +97,7 @@ class HardwareAware(Scheduler):
         most = min(self.length, room)
         self._probabilities: list[float] = []
         self._unpredicted: list[int] = []
+        self._cut = 0  # drafts that were not verified
         self._drafting = most > 0 and self._ledger.allows()
         self._count_costs(most)
         if self._drafting:
@@ -112,12 +113,10 @@ class HardwareAware(Scheduler):
         """What this round takes, by the number of drafts, if its block has rows for `width` of them."""
         costs, price = self.costs, self.price
         self._head = price * costs.head
-        left_out = costs.row * (self.length - width) + costs.head * self.length
-        fixed = max(costs.draft - left_out, 0.0) + costs.overhead
+        fixed = costs.draft_without(rows=self.length - width, heads=self.length) + costs.overhead
         self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
         spread = min(costs.spread, 1.0)
         self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
-        self._cut = 0  # drafts that were not verified
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:

@@ -169,8 +169,8 @@ class Entry:
         return self._by_rows("time", rows)
 
     def _by_rows(self, name: str, rows: int) -> float:
-        """The times of that name among the draft cells that have them."""
-        cells = sorted((cell for cell in self.draft if getattr(cell, name)), key=lambda cell: cell.rows)
+        """Of the draft cells' times, those of that name, which all of them have."""
+        cells = sorted(self.draft, key=lambda cell: cell.rows)
         times = np.maximum.accumulate([getattr(cell, name).median for cell in cells])
         return float(_within([cell.rows for cell in cells], times, rows))
 

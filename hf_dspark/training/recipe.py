@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..compat import multiplies_bfloat16
+from ..devices import multiplies_bfloat16
 from ..files import write_text
 from ..heads import CopyHead
 from ..hub import repository_of
@@ -117,8 +117,8 @@ def train_drafter(
         drafter = DSparkModel(config_for(target, mask_token_id, **config_fields)).to(target.device)
         prune_vocabulary(drafter, counts)
     else:
-        changes = {name: config_fields[name] for name in ("block_size", "copy_ngram_size") if name in config_fields}
-        drafter = drafter_to_go_on_from(drafter_path, **changes).to(target.device)
+        changes = (config_fields.get(name) for name in ("block_size", "copy_ngram_size"))
+        drafter = drafter_to_go_on_from(drafter_path, *changes).to(target.device)
     sizes = feature_sizes(drafter, target, rows[:64]["input_ids"])
     if drafter_path is None:
         initialise(drafter, target, sizes)

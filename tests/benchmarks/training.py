@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import target_folder
+from hf_dspark.devices import multiplies_bfloat16
 from hf_dspark.training.conversations import answer_header, self_written, user_turn_prompts
 from hf_dspark.training.recipe import load_target, unused_token
 from hf_dspark.training.trainer import DSparkTrainer, config_for, pad_sequences
@@ -73,7 +74,8 @@ def training_split(target, tokenizer, rows: list[dict], steps: int) -> dict[str,
         clock = time.perf_counter()
         theirs = trainer.target_inputs(batch)
         lap("target")
-        loss = trainer.model(**batch, **theirs).loss
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=multiplies_bfloat16(target.device)):
+            loss = trainer.model(**batch, **theirs).loss
         lap("drafter forward")
         loss.backward()
         lap("backward")
