@@ -116,7 +116,7 @@ class DSparkModel(PreTrainedModel):
         self.rounds: list | None = None  # where a trace collects what was drafted and accepted
         self.alternatives = 0  # how many likely tokens of every slot it collects, too
         self.round_costs: RoundCosts | None = None  # what a round takes on this machine, if that is known
-        self._experience: dict[tuple[bool, bool], Experience] = {}
+        self._experience: dict[tuple[bool, int], Experience] = {}
         self.hardware_profile: HardwareProfile | None = None
         self.post_init()
 
@@ -456,9 +456,13 @@ class DSparkModel(PreTrainedModel):
         finally:
             self.rounds, self.alternatives = outer
 
-    def experience(self, do_sample: bool, batched: bool = False) -> Experience:
-        """What earlier requests with the same target taught, apart for greedy and sampled ones, and for batches."""
-        return self._experience.setdefault((do_sample, batched), Experience(self.config.num_draft_tokens))
+    def experience(self, do_sample: bool, rows: int = 1) -> Experience:
+        """
+        What earlier requests with the same target taught, apart for greedy and sampled ones, and for batches by their
+        size, up to the next power of two.
+        """
+        key = do_sample, (rows - 1).bit_length()
+        return self._experience.setdefault(key, Experience(self.config.num_draft_tokens))
 
     def calibration(self, do_sample: bool) -> Calibration | None:
         """

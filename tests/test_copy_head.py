@@ -18,7 +18,7 @@ from hf_dspark import DSparkModel, trace
 from hf_dspark.checkpoints import read_config
 from hf_dspark.generation import decoding
 from hf_dspark.generation.candidate_generator import DSparkCandidateGenerator
-from hf_dspark.generation.draft_block import over_vocabulary
+from hf_dspark.generation.choice import over_vocabulary
 from hf_dspark.heads import CopyHead
 from hf_dspark.scheduling.calibration import Calibration
 from hf_dspark.scheduling.profile import HardwareProfile

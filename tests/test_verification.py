@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
+from hf_dspark.generation import verification
 from hf_dspark.generation.verification import _accept_or_replace, verify
 
 
@@ -31,7 +32,7 @@ def test_a_verified_token_is_distributed_as_p(q, p):
         proposed = torch.tensor([[x]])
         accepted = min(1.0, (p[0, x] / q[0, x]).item())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "multinomial", lambda weights, num_samples: weights)
+            patch.setattr(verification, "draw", lambda weights: weights)
             for uniform, stands in ((0.999999 * accepted, True), (accepted + 1e-6, False)):
                 if accepted == 0 and stands:
                     continue

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ..modeling_dspark import DSparkModel
 from ..scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch
 from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from .candidate_generator import scheduler_of
-from .draft_block import DraftBlock, over_vocabulary
+from .choice import choose
+from .draft_block import DraftBlock
 from .draft_context import RaggedContext
 from .profiler import costs_by_rows
 from .trace import Clock, Round
@@ -29,12 +22,10 @@ from .trace import Clock, Round
 if TYPE_CHECKING:
     from .batched_decoding import Row
 
-BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # do not look at the text
 
-
-def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, depth: int) -> BatchScheduler:
+def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, rows: int, depth: int) -> BatchScheduler:
     """
-    The scheduler of a batch with prompts of `depth` tokens, as `drafter.generation_config` asks for it.
+    The scheduler of a batch of so many rows, with prompts of `depth` tokens, as `drafter.generation_config` asks for it.
 
     Raises:
         ValueError: as [`scheduler_of`].
@@ -42,7 +33,7 @@ def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, depth: int) -> Bat
     scheduler = scheduler_of(drafter, do_sample)
     if isinstance(scheduler, HardwareAware):
         return HardwareAwareBatch(
-            costs_by_rows(drafter, depth), scheduler.length, do_sample, drafter.experience(do_sample, batched=True)
+            costs_by_rows(drafter, depth), scheduler.length, do_sample, drafter.experience(do_sample, rows)
         )
     return EachRow(scheduler)
 
@@ -157,20 +148,13 @@ class BatchDrafter:
         self, rows: Sequence[Row], drafted: Sequence[list[torch.Tensor]], logits: torch.Tensor
     ) -> tuple[list[bool], torch.Tensor, torch.Tensor]:
         """Which rows have a token for the slot, those tokens (n, 1) and their processed scores (n, V)."""
-        logits = over_vocabulary(self.drafter, logits.to(rows[0].text.device, torch.float32))
-        scores = process(
+        return choose(
+            self.drafter,
+            logits.to(rows[0].text.device),
             [row.logits_processor for row in rows],
             lambda i: torch.cat([rows[i].text, *drafted[i]], dim=1),
-            logits,
+            self.do_sample,
         )
-        allowed = [True] * len(rows)
-        if rows[0].logits_processor:
-            allowed = torch.isfinite(scores.max(dim=-1).values).tolist()
-        if not all(allowed):
-            scores = scores[torch.tensor(allowed, device=scores.device)]
-        if self.do_sample:
-            return allowed, torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
-        return allowed, scores.argmax(-1, keepdim=True), scores
 
     def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
         """Tell the scheduler and the trace how the last round ended, and start the clock for the next."""
@@ -184,12 +168,3 @@ class BatchDrafter:
                     draft, last = row.draft[0].tolist(), int(row.text[0, -1])
                     self.drafter.rounds.append(Round.of(draft, count, last, seconds, predicted, row=row.index))
         self.clock.restart()
-
-
-def process(
-    processors: Sequence[LogitsProcessorList], text: Callable[[int], torch.Tensor], logits: torch.Tensor
-) -> torch.Tensor:
-    """Scores (n, V) of logits (n, V), each of a row with its own processors and `text(i)` (1, length) before it."""
-    if all(isinstance(processor, BLIND) for processor in processors[0]):
-        return processors[0](text(0), logits)
-    return torch.cat([process_row(text(i), logits[i : i + 1]) for i, process_row in enumerate(processors)])

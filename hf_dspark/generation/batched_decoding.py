@@ -20,6 +20,7 @@ from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
 from .attention import can_run_ragged, flattened, verifying_attention
 from .batch_drafter import BatchDrafter, batch_scheduler_of
+from .choice import most_likely
 from .draft_context import RaggedContext
 from .outputs import GenerationRecord
 from .ragged_cache import Flattened, RaggedCache
@@ -90,7 +91,7 @@ def batched_decoding(
     ]
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     cache, context = RaggedCache(len(rows)), RaggedContext(drafter, len(rows))
-    scheduler = batch_scheduler_of(drafter, do_sample, depth=prompt_length)
+    scheduler = batch_scheduler_of(drafter, do_sample, len(rows), depth=prompt_length)
     devices = (parameter.device for model in (target, drafter) for parameter in model.parameters())
     clock = Clock(devices, running=drafter.rounds is not None)
     generator = BatchDrafter(drafter, context, scheduler, do_sample, most, clock)
@@ -103,9 +104,12 @@ def batched_decoding(
         while True:
             # Commit: what the target says to each draft.
             logits = logits.to(input_ids.device, torch.float32)
-            widths, accepted = [1 + row.draft.shape[1] for row in batch], []
-            for row, row_logits in zip(batch, logits.split(widths)):
-                accepted.append(_commit(row, row_logits[None], stopping_criteria, do_sample, pads, most) - 1)
+            widths = [1 + row.draft.shape[1] for row in batch]
+            best = [None] * len(batch) if do_sample or logits_processor else most_likely(logits)[:, 0].split(widths)
+            accepted = [
+                _commit(row, row_logits[None], row_best, stopping_criteria, do_sample, pads, most) - 1
+                for row, row_logits, row_best in zip(batch, logits.split(widths), best)
+            ]
 
             # Take back what the target cached of rejected tokens; the rest is context.
             cache.crop([width - 1 - count for width, count in zip(widths, accepted)])
@@ -235,11 +239,20 @@ def _forward(
 
 
 def _commit(
-    row: Row, logits: torch.Tensor, stopping_criteria: StoppingCriteriaList, do_sample: bool, pads: bool, most: int
+    row: Row,
+    logits: torch.Tensor,
+    best: torch.Tensor | None,
+    stopping_criteria: StoppingCriteriaList,
+    do_sample: bool,
+    pads: bool,
+    most: int,
 ) -> int:
-    """Add to a row what the target, of logits (1, ℓ + 1, V), says to its draft; how many tokens."""
-    committed = 0
-    for token, scores in verify(row.text, row.draft, row.draft_scores, logits, row.logits_processor, do_sample):
+    """
+    Add to a row what the target, of logits (1, ℓ + 1, V), says to its draft; how many tokens. `best` (ℓ + 1,) are the
+    most likely, where nothing else is asked for.
+    """
+    committed, best = 0, None if best is None else best[None]
+    for token, scores in verify(row.text, row.draft, row.draft_scores, logits, row.logits_processor, do_sample, best):
         row.text = torch.cat([row.text, token], dim=-1)
         row.record.add(None, scores, logits, committed)
         committed += 1

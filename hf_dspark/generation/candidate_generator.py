@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
@@ -11,7 +10,8 @@ from ..modeling_dspark import DSparkModel
 from ..scheduling.calibration import Calibration
 from ..scheduling.hardware_aware import HardwareAware
 from ..scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
-from .draft_block import DraftBlock, over_vocabulary
+from .choice import choose
+from .draft_block import DraftBlock
 from .draft_context import DraftContext
 from .trace import Clock, Details, Round
 
@@ -152,13 +152,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The token (1, 1) of one slot and its processed scores (1, V); no token where they allow none."""
-        logits = over_vocabulary(self.drafter, logits.to(input_ids.device, torch.float32))
-        scores = self.logits_processor(input_ids, logits)
-        if not torch.isfinite(scores.max()):
-            return None, scores
-        if self.do_sample:
-            return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1), scores
-        return scores.argmax(-1, keepdim=True), scores
+        logits, processors = logits.to(input_ids.device), [self.logits_processor]
+        _, token, scores = choose(self.drafter, logits, processors, lambda _: input_ids, self.do_sample)
+        return (token, scores) if len(token) else (None, scores)
 
     def update_candidate_strategy(
         self,

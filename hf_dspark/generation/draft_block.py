@@ -79,12 +79,3 @@ class DraftBlock:
         for name in ("_state", "_embedding", "_logits", "_copied", "_repeated"):
             if (of_rows := getattr(self, name)) is not None:
                 setattr(self, name, of_rows[rows])
-
-
-def over_vocabulary(drafter: DSparkModel, logits: torch.Tensor) -> torch.Tensor:
-    """Logits (R, V_d) of draft token ids as logits (R, V) of the target's; -inf where the drafter has no token."""
-    if (ids := drafter.draft_token_ids) is None:
-        return logits
-    return logits.new_full((len(logits), drafter.config.vocab_size), -torch.inf).index_copy_(
-        1, ids.to(logits.device), logits
-    )

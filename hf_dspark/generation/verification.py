@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as F
 from transformers import LogitsProcessorList
 
+from .choice import draw, most_likely
+
 
 def verify(
     input_ids: torch.Tensor,
@@ -16,6 +18,7 @@ def verify(
     logits: torch.Tensor,
     logits_processor: LogitsProcessorList,
     do_sample: bool,
+    best: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
     Commit draft tokens left to right, up to and including the first that the target replaces, or one token more.
@@ -31,19 +34,22 @@ def verify(
         logits: the target's logits in float32, (1, ℓ + 1, V).
         logits_processor: the processors and warpers of the request.
         do_sample: sample, or take the most likely token.
+        best: the most likely tokens (1, ℓ + 1) by the logits, if they are known, and all that is asked for.
 
     Yields:
         Each committed token (1, 1) with its processed scores (1, V).
     """
     for i in range(draft.shape[1] + 1):
-        scores = logits_processor(input_ids, logits[:, i].clone())
         proposed = draft[:, i : i + 1]
-        if not do_sample:
-            token = scores.argmax(-1, keepdim=True)
+        scores = logits[:, i] if best is not None else logits_processor(input_ids, logits[:, i].clone())
+        if best is not None:
+            token = best[:, i : i + 1]
+        elif not do_sample:
+            token = most_likely(scores)
         elif proposed.numel():
             token = _accept_or_replace(proposed, F.softmax(draft_scores[:, i], dim=-1), F.softmax(scores, dim=-1))
         else:
-            token = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1)
+            token = draw(F.softmax(scores, dim=-1))
         yield token, scores
         if not torch.equal(token, proposed):
             return
@@ -57,4 +63,4 @@ def _accept_or_replace(proposed: torch.Tensor, q: torch.Tensor, p: torch.Tensor)
     residual = (p - q).clamp(min=0)
     if not residual.any():  # p and q are equal up to rounding
         residual = p
-    return torch.multinomial(residual, num_samples=1)
+    return draw(residual)

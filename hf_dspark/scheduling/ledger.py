@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 
 from .outlook import PRIOR, Average
 
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
 CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-COMPARISONS = (8, 64)  # drafted rounds before one without a draft, to compare with, at first and later
+COMPARISONS = (2, 64)  # drafted rounds before one without a draft, to compare with, at first and later
+COMPARED = 4  # rounds of one kind, at most, that the next of the other is compared with
+DOUBT = 1  # comparisons that the profile weighs
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
 
 
@@ -21,15 +25,15 @@ class Ledger:
 
     What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
     drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
-    pay, single rounds without draft are inserted to learn it.
+    pay, single rounds without draft are inserted to learn it, soon at first, and then ever more rarely.
     """
 
     def __init__(self):
         self.credit = 1.0
         self._speedup = Average(1.0, PRIOR)
-        self._log_price = Average(0.0)
+        self._log_price = Average(0.0, DOUBT)
         self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
-        self._last_round: tuple[bool, float] | None = None
+        self._slowness: deque[float] = deque(maxlen=COMPARED)  # logarithms, of the last rounds of one kind
 
     @property
     def speedup(self) -> float:
@@ -44,7 +48,7 @@ class Ledger:
     def forgive(self) -> None:
         """Begin a request: debts are dropped, and no round is the one before."""
         self.credit = max(self.credit, 0.0)
-        self._last_round = None
+        self._slowness.clear()
 
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
@@ -68,8 +72,10 @@ class Ledger:
             self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
         self.credit = min(self.credit, CREDIT)
         self._speedup.add(tokens / spent, spent)
+        if self._slowness and drafted != (self._drafted_in_a_row > 0):
+            ratio = math.log(slowness) - statistics.fmean(self._slowness)
+            cheapest, dearest = map(math.log, PRICES)
+            self._log_price.add(min(max(ratio if drafted else -ratio, cheapest), dearest))
+            self._slowness.clear()
+        self._slowness.append(math.log(slowness))
         self._drafted_in_a_row = self._drafted_in_a_row + 1 if drafted else 0
-        if self._last_round is not None and self._last_round[0] != drafted:
-            ratio = slowness / self._last_round[1] if drafted else self._last_round[1] / slowness
-            self._log_price.add(math.log(min(max(ratio, PRICES[0]), PRICES[1])))
-        self._last_round = drafted, slowness
