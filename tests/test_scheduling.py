@@ -169,14 +169,20 @@ def test_a_scheduler_that_looks_ahead_is_caught():
 # What is chosen.
 
 
-def play(scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, confidences, noise: float = 0.0) -> list:
-    """Decode on a machine of such `costs`, `accepts(round)` drafts are right; (committed, seconds, limit) a round."""
-    played, draw = [], random.Random(0)
+def play(
+    scheduler: HardwareAware, costs: RoundCosts, accepts, rounds: int, confidences, noise: float = 0.0, reading=0.0
+) -> list:
+    """
+    Decode on a machine of such `costs`, where a draft takes `reading` longer for each round without one before it, and
+    `accepts(round)` drafts are right; (committed, seconds, limit) a round.
+    """
+    played, missed, draw = [], 0, random.Random(0)
     for place in range(rounds):
         limit, count = decide(scheduler, confidences, scheduler.do_sample)
         accepted = min(count, accepts(place))
         left_out = (len(costs.verify) - 1 - limit) * costs.row
-        seconds = costs.verify[count] + costs.overhead + (costs.draft - left_out if limit else 0)
+        seconds = costs.verify[count] + costs.overhead + (costs.draft - left_out + reading * missed if limit else 0)
+        missed = 0 if limit else missed + 1
         scheduler.observe(count, accepted, seconds * draw.lognormvariate(0, noise))
         played.append((1 + accepted, seconds, limit))
     return played
@@ -320,6 +326,18 @@ def test_a_request_owes_nothing_for_those_before():
     assert bad.limit(100) == 0, "in debt"
     good = HardwareAware(costs, 4, True, experience)
     assert slowdown(play(good, costs, lambda _: 3, 40, [0.9] * 4), good.plain) < 0.4
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_a_drafter_has_to_read_after_a_pause_is_no_measure_of_its_drafts(do_sample):
+    costs = RoundCosts(draft=0.2, verify=(1.0, 1.02, 1.04, 1.06, 1.08))
+    scheduler = HardwareAware(costs, 4, do_sample)
+    bad = play(scheduler, costs, lambda _: 0, 1000, [0.9] * 4, reading=0.01)
+    pauses = "".join("d" if limit else "." for *_, limit in bad).strip("d").split("d")
+    assert max(map(len, pauses)) > 20, "nothing to read after these"
+    assert slowdown(bad, scheduler.plain) < 1.03 and scheduler.price == pytest.approx(1, abs=0.05)
+    good = play(scheduler, costs, lambda _: 3, 200, [0.9] * 4, reading=0.01)
+    assert slowdown(good[100:], scheduler.plain) < 0.4
 
 
 def test_what_can_never_pay_is_never_drafted():

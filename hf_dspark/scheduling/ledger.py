@@ -14,6 +14,7 @@ COMPARISONS = (2, 64)  # drafted rounds before one without a draft, to compare w
 COMPARED = 4  # rounds of one kind, at most, that the next of the other is compared with
 DOUBT = 1  # comparisons that the profile weighs
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
+DEAREST_READING = 4.0  # times a usual draft that one may be charged with that has much to read
 
 
 class Ledger:
@@ -26,6 +27,9 @@ class Ledger:
     What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
     drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
     pay, single rounds without draft are inserted to learn it, soon at first, and then ever more rarely.
+
+    The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
+    measure of the others, so another one follows it; but after a pause it is charged with its time.
     """
 
     def __init__(self):
@@ -33,7 +37,7 @@ class Ledger:
         self._speedup = Average(1.0, PRIOR)
         self._log_price = Average(0.0, DOUBT)
         self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
-        self._slowness: deque[float] = deque(maxlen=COMPARED)  # logarithms, of the last rounds of one kind
+        self.forgive()
 
     @property
     def speedup(self) -> float:
@@ -48,12 +52,15 @@ class Ledger:
     def forgive(self) -> None:
         """Begin a request: debts are dropped, and no round is the one before."""
         self.credit = max(self.credit, 0.0)
-        self._slowness.clear()
+        self._missed = math.inf  # rounds that the drafter has not read
+        self._has_read = False  # in the last round, more of them than usual
+        self._kind = False  # whether the last rounds that can be compared drafted,
+        self._slowness: deque[float] = deque(maxlen=COMPARED)  # and the logarithms of theirs
 
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
         compare = self._drafted_in_a_row >= self._compare_after and self.speedup < PRICES[1]
-        return self.credit >= 0 and not compare
+        return self._has_read or (self.credit >= 0 and not compare)
 
     def book(self, drafted: bool, tokens: float, spent: float, slowness: float) -> None:
         """
@@ -65,17 +72,24 @@ class Ledger:
             spent: its time by the costs, with the price.
             slowness: its measured time, against that of the costs without the price.
         """
+        self._has_read = drafted and self._missed > COMPARED
+        self._missed = 0 if drafted else self._missed + 1
+        against = math.log(slowness) - statistics.fmean(self._slowness or [math.log(slowness)])
+        if self._has_read:
+            spent *= min(max(math.exp(against) / self.price, 1.0), DEAREST_READING)
+        elif self._slowness and drafted != self._kind:
+            cheapest, dearest = map(math.log, PRICES)
+            self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
+            self._slowness.clear()
+        if not self._has_read:
+            self._kind = drafted
+            self._slowness.append(math.log(slowness))
         if drafted:
             self.credit += tokens - spent
+            self._drafted_in_a_row += 1
         else:
             self.credit += ALLOWANCE
+            self._drafted_in_a_row = 0
             self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
         self.credit = min(self.credit, CREDIT)
         self._speedup.add(tokens / spent, spent)
-        if self._slowness and drafted != (self._drafted_in_a_row > 0):
-            ratio = math.log(slowness) - statistics.fmean(self._slowness)
-            cheapest, dearest = map(math.log, PRICES)
-            self._log_price.add(min(max(ratio if drafted else -ratio, cheapest), dearest))
-            self._slowness.clear()
-        self._slowness.append(math.log(slowness))
-        self._drafted_in_a_row = self._drafted_in_a_row + 1 if drafted else 0
