@@ -77,6 +77,15 @@ def test_what_rows_and_heads_of_a_draft_take():
     assert (unknown.row, unknown.head) == (0, 0)
 
 
+def test_what_rounds_of_several_requests_take_beside_the_passes():
+    """In proportion to what one takes, where that is all that is known."""
+    assert entry().round_costs(5, rows=4).overhead == pytest.approx(0.004)
+    found = entry(draft=[DraftCell(1, timing(0.002)), DraftCell(4, timing(0.005), overhead=timing(0.007))])
+    assert [found.round_costs(5, rows=rows).overhead for rows in (1, 2, 4, 8)] == pytest.approx(
+        [0.001, 0.003, 0.007, 0.014]
+    )
+
+
 def test_lookup_beyond_what_was_measured():
     found = entry()
     assert found.verify_seconds(1, 1, 0) == found.verify_seconds(1, 1, 64), "never below the least"
@@ -143,6 +152,7 @@ def changed(place: tuple[int, int, int], time: Timing | None) -> list[VerifyCell
         ({"verify": []}, "single row"),
         ({"draft": []}, "single row"),
         ({"draft": [DraftCell(1, timing(0.0))]}, "drafting for 1 rows"),
+        ({"draft": [DraftCell(1, timing(0.1), overhead=timing(-0.1))]}, "overhead"),
         ({"overhead": timing(-1.0)}, "overhead"),
     ],
 )
@@ -191,7 +201,7 @@ def test_a_new_measurement_replaces_the_old_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(schema_version=4), "schema_version is 4, this package reads up to 3"),
+        (lambda content: content.update(schema_version=5), "schema_version is 5, this package reads up to 4"),
         (lambda content: content.pop("entries"), "lacks 'entries'"),
         (lambda content: content["entries"][0].pop("draft"), "lacks 'draft'"),
         (lambda content: content["entries"][0]["identity"].pop("threads"), "threads"),

@@ -23,7 +23,7 @@ from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.hardware_aware import HardwareAware
-from hf_dspark.scheduling.profile import HardwareProfile
+from hf_dspark.scheduling.profile import SCHEMA_VERSION, HardwareProfile
 
 MS = 1e-3
 
@@ -52,9 +52,9 @@ class Machine:
     def _verify(self, model, args, kwargs) -> None:
         rows, width = kwargs["input_ids"].shape
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        depth = 0 if cache is None else cache.get_seq_length()
+        held = 0 if cache is None else sum(getattr(cache, "lengths", [rows * cache.get_seq_length()]))
         self.passes += 1
-        self.now += (10 + rows * width + rows * depth / 100) * MS / self.speed
+        self.now += (10 + rows * width + held / 100) * MS / self.speed
 
     def _draft(self, layer, args) -> None:
         self.now += 3 * MS / self.speed
@@ -111,6 +111,16 @@ def test_a_full_profile_measures_what_the_machine_takes(pair):
     ]
     assert 0 < entry.overhead.median < 0.1 * MS
     assert entry.overhead.count == 2 * profiler.ROUNDS
+    assert entry.draft[0].overhead is None
+    assert 0 < entry.draft[1].overhead.median < 0.1 * MS and entry.draft[1].overhead.count == profiler.ROUNDS
+
+
+def test_batches_are_measured_only_where_they_can_be_decoded(monkeypatch):
+    monkeypatch.setattr(profiler.Entry, "check", lambda entry: None)  # real times on a busy machine
+    for family, rows in (("gemma3_text", {1, 3}), ("lfm2", {1})):
+        target = tiny_target(family)
+        entry = profiler.profile(target, tiny_drafter(target), [prompt(20)], rows=(1, 3), depths=(16,), seconds=0)
+        assert {cell.rows for cell in entry.verify} == rows == {cell.rows for cell in entry.draft}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt2", "lfm2"])
@@ -430,7 +440,7 @@ def test_the_command_line(machine, tokenizer, tmp_path, monkeypatch):
     assert "verify" in result.output and "overhead" in result.output
     content = json.loads((tmp_path / "drafter" / "hardware_profile.json").read_text())
     (entry,) = content["entries"]
-    assert content["schema_version"] == 3 and entry["identity"]["dtype"] == "float32"
+    assert content["schema_version"] == SCHEMA_VERSION and entry["identity"]["dtype"] == "float32"
     assert {(cell["rows"], cell["depth"]) for cell in entry["verify"]} == {
         (r, d) for r in (1, 2, 4) for d in (64, 250)
     }

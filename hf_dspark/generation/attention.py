@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .ragged_cache import Flattened
+from ..compat import CACHE
+from .ragged_cache import Flattened, RaggedCache
 
 _PREFIX = "dspark_"  # what follows is the implementation that the model had
 _WIDEST = 64  # queries a row that are still a draft, and no prompt
@@ -85,6 +86,20 @@ def flattened(tokens: Flattened) -> Iterator[None]:
         yield
     finally:
         _running.tokens = None
+
+
+def forward_flattened(
+    target: PreTrainedModel, cache: RaggedCache, tokens: Flattened, position_ids: torch.Tensor, **inputs
+) -> torch.Tensor:
+    """
+    One forward of the target over the tokens of all rows, which the cache then holds, inside [`verifying_attention`];
+    logits (N, V). `position_ids` and the inputs are (1, N, ...).
+    """
+    cache.begin(tokens.counts, tokens.rows, tokens.columns, tokens.longest)
+    with flattened(tokens):
+        outputs = target(**inputs, position_ids=position_ids, use_cache=True, return_dict=True, **{CACHE: cache})
+    cache.keep(tokens.counts)
+    return outputs.logits[0]
 
 
 def _register(implementation: str) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, rows: int, depth: int) -> BatchScheduler:
     """
-    The scheduler of a batch of so many rows, with prompts of `depth` tokens, as `drafter.generation_config` asks for it.
+    The scheduler of a batch of `rows` prompts of `depth` tokens, as `drafter.generation_config` asks for it.
 
     Raises:
         ValueError: as [`scheduler_of`].
@@ -163,7 +163,7 @@ class BatchDrafter:
             lengths = [row.draft.shape[1] for row in rows]
             self.scheduler.observe(lengths, accepted, self.clock.elapsed())
             if self.drafter.rounds is not None:
-                seconds = self.clock.seconds.share(len(rows))
+                seconds = self.clock.seconds.scaled(1 / len(rows))
                 for row, *predicted, count in zip(rows, self._confidences, self._logits, self._margins, accepted):
                     draft, last = row.draft[0].tolist(), int(row.text[0, -1])
                     self.drafter.rounds.append(Round.of(draft, count, last, seconds, predicted, row=row.index))

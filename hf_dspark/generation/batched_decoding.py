@@ -18,7 +18,7 @@ from transformers.generation import (
 from ..compat import CACHE
 from ..modeling_dspark import DSparkModel
 from ..taps import TargetTaps
-from .attention import can_run_ragged, flattened, verifying_attention
+from .attention import can_run_ragged, forward_flattened, verifying_attention
 from .batch_drafter import BatchDrafter, batch_scheduler_of
 from .choice import most_likely
 from .draft_context import RaggedContext
@@ -135,7 +135,7 @@ def batched_decoding(
             position_ids = (tokens.columns + offsets[tokens.rows])[None]
             clock.lap("rest")
             with target._optimize_model_for_decode():
-                logits = _forward(target, cache, tokens, position_ids, input_ids=candidates.to(target.device))
+                logits = forward_flattened(target, cache, tokens, position_ids, input_ids=candidates.to(target.device))
             clock.lap("verify")
             features = taps.take(drafter.device, drafter.dtype)[0].split(tokens.counts)
 
@@ -218,24 +218,13 @@ def _prefill(
         inputs = {name: ids[part][None].to(target.device)}
         if target._supports_logits_to_keep():
             inputs["logits_to_keep"] = tokens.last()
-        logits = _forward(target, cache, tokens, places[part][None].to(target.device), **inputs)
+        logits = forward_flattened(target, cache, tokens, places[part][None].to(target.device), **inputs)
         if "logits_to_keep" not in inputs:
             logits = logits[tokens.last()]
         features = taps.take(context.device, context.dtype)[0].split(counts)
         for place, row_features in enumerate(features):
             context.extend(place, row_features)
     return logits
-
-
-def _forward(
-    target: PreTrainedModel, cache: RaggedCache, tokens: Flattened, position_ids: torch.Tensor, **inputs
-) -> torch.Tensor:
-    """One forward of the target over the tokens of all rows, which the cache then holds; logits (N, V)."""
-    cache.begin(tokens.counts, tokens.rows, tokens.columns, tokens.longest)
-    with flattened(tokens):
-        outputs = target(**inputs, position_ids=position_ids, use_cache=True, return_dict=True, **{CACHE: cache})
-    cache.keep(tokens.counts)
-    return outputs.logits[0]
 
 
 def _commit(

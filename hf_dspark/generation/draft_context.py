@@ -93,6 +93,10 @@ class RaggedContext:
         """Add the features (rows, K * target_hidden_size) of the positions of one sequence committed since."""
         self._pending[row].append(features)
 
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions of each sequence, of those that were encoded."""
+        self._cache.crop([count] * len(self._pending))
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences only, in this order."""
         self._cache.select(rows)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,11 @@ from ..scheduling.costs import RoundCosts
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
 from ..taps import TargetTaps, last_logits_only
-from .attention import attention_for_one, own_attention
+from .attention import attention_for_one, can_run_ragged, forward_flattened, own_attention, verifying_attention
 from .draft_block import DraftBlock
-from .draft_context import DraftContext
-from .trace import Clock, Round, trace
+from .draft_context import DraftContext, RaggedContext
+from .ragged_cache import Flattened, RaggedCache
+from .trace import Clock, Round, Seconds, trace
 
 logger = logging.get_logger(__name__)
 
@@ -61,14 +62,17 @@ def profile(
 
     Args:
         prompts: token ids (1, length) of real prompts; rounds of `generate()` are timed on each.
-        rows, depths: those of the grid; depths that are beyond the target are cut.
+        rows, depths: those of the grid; depths that are beyond the target are cut, and so are batches if it cannot
+            decode any.
         seconds: when to stop repeating what still is uncertain.
 
     Raises:
         ValueError: the drafter does not fit the target, the target's cache cannot be cropped, or the times are no
             measurement, and why.
     """
-    with _undisturbed(target, drafter):
+    if not can_run_ragged(target):
+        rows = (1,)
+    with _undisturbed(target, drafter), verifying_attention(target) if max(rows) > 1 else nullcontext():
         return _measure(target, drafter, prompts, rows, depths, FULL_SWEEPS, seconds, ROUNDS)
 
 
@@ -251,7 +255,7 @@ class _Bench:
     One pass at a time of either model over a context, timed; each leaves the context as it was.
 
     Args:
-        context: token ids (R, depth).
+        context: token ids (1, depth).
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
@@ -270,7 +274,7 @@ class _Bench:
         self.clock = Clock((model.device for model in (target, drafter)), running=True)
 
     def verify(self, width: int) -> float:
-        """Seconds of a forward pass over `width` tokens a row."""
+        """Seconds of a forward pass over `width` tokens."""
         tokens = self.tokens[:, :1].repeat(1, width)
         seconds = self._seconds(
             lambda: self.target(tokens, use_cache=True, return_dict=True, **{CACHE: self.cache}).logits
@@ -313,6 +317,52 @@ class _Bench:
         return self.clock.seconds.verify
 
 
+class _BatchBench(_Bench):
+    """
+    The same for a batch; inside [`verifying_attention`].
+
+    Args:
+        context: token ids (R, depth).
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
+        drafter.bind(target)
+        self.target, self.drafter, self.tokens = target, drafter, context
+        rows, depth = context.shape
+        self.cache, self.draft_context = RaggedCache(rows), RaggedContext(drafter, rows)
+        with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+            self._forward([depth] * rows, **last_logits_only(target))
+            self.features = taps.take(drafter.device, drafter.dtype)[0].split(depth)
+        self._extend(depth)
+        self.clock = Clock((model.device for model in (target, drafter)), running=True)
+
+    def verify(self, width: int) -> float:
+        """Seconds of a forward pass over `width` tokens a row on average, spread as far as drafts can be."""
+        further = min(width - 1, self.drafter.config.num_draft_tokens + 1 - width)
+        pairs, odd = divmod(len(self.tokens), 2)
+        counts = [width - further, width + further] * pairs + [width] * odd
+        seconds = self._seconds(lambda: self._forward(counts))
+        self.cache.crop(counts)
+        return seconds
+
+    def draft(self, slots: int) -> float:
+        self._extend(NEW_CONTEXT)
+        seconds = self._seconds(lambda: self._heads(self._block(slots), slots))
+        self.draft_context.crop(NEW_CONTEXT)
+        return seconds
+
+    def _extend(self, count: int) -> None:
+        for row, features in enumerate(self.features):
+            self.draft_context.extend(row, features[-count:])
+
+    def _forward(self, counts: list[int], **inputs) -> torch.Tensor:
+        tokens = Flattened.of(counts, self.cache.lengths, self.target.device)
+        ids = torch.cat([ids.repeat(-(-count // len(ids)))[:count] for ids, count in zip(self.tokens, counts)])
+        return forward_flattened(
+            self.target, self.cache, tokens, tokens.columns[None], input_ids=ids[None].to(self.target.device), **inputs
+        )
+
+
 def _measure(
     target: PreTrainedModel,
     drafter: DSparkModel,
@@ -333,7 +383,8 @@ def _measure(
     for row_count in sorted(rows):
         widths = range(1, most + 1) if row_count == 1 else sorted({1, (most + 1) // 2, most})
         for depth in depths:
-            bench = _Bench(target, drafter, text[None, :depth].repeat(row_count, 1))
+            kind = _Bench if row_count == 1 else _BatchBench
+            bench = kind(target, drafter, text[None, :depth].repeat(row_count, 1))
             for width in widths:
                 passes[row_count, width, depth] = partial(bench.verify, width)
             if depth == depths[0]:
@@ -342,17 +393,28 @@ def _measure(
                 passes["heads", row_count] = partial(bench.heads, most - 1)
     timings = repeat(passes, *sweeps, seconds)
 
-    draft = timings["time", 1].median
-    overheads = [
-        max(one.seconds.total - one.seconds.verify - draft, 0.0)
-        for prompt in prompts
-        for one in real_rounds(target, drafter, prompt.to(target.device), rounds)
-    ]
+    overheads = {}
+    for row_count in sorted(rows):
+        batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
+        overheads[row_count] = Timing.of(
+            [
+                max(one.total - one.verify - timings["time", row_count].median, 0.0)
+                for batch in batches
+                for one in real_rounds(target, drafter, batch.to(target.device), rounds)
+            ]
+        )
     entry = Entry(
         identity_of(target, drafter),
         verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
-        draft=[DraftCell(r, *(timings[part, r] for part in ("time", "first", "heads"))) for r in sorted(rows)],
-        overhead=Timing.of(overheads),
+        draft=[
+            DraftCell(
+                row_count,
+                *(timings[part, row_count] for part in ("time", "first", "heads")),
+                overhead=overheads[row_count] if row_count > 1 else None,
+            )
+            for row_count in sorted(rows)
+        ],
+        overhead=overheads[1],
     )
     entry.check()
     return entry
@@ -390,20 +452,23 @@ class _Enough(StoppingCriteria):
         return torch.full((len(input_ids),), len(self.rounds) >= self.count, device=input_ids.device)
 
 
-def real_rounds(target: PreTrainedModel, drafter: DSparkModel, prompt: torch.Tensor, count: int) -> list[Round]:
-    """So many rounds of `generate()` after a prompt (1, length), whole blocks, after one to warm up."""
-    drafts = drafter.config.num_draft_tokens
+def real_rounds(target: PreTrainedModel, drafter: DSparkModel, prompts: torch.Tensor, count: int) -> list[Seconds]:
+    """
+    What so many rounds of `generate()` take behind prompts (R, length), all rows together, whole blocks, after one to
+    warm up.
+    """
+    drafts, rows = drafter.config.num_draft_tokens, len(prompts)
     # Copies that share all weights, so that nobody else sees these settings.
     target, drafter = copy.copy(target), copy.copy(drafter)
     target.generation_config = GenerationConfig()
     drafter.generation_config = GenerationConfig(num_assistant_tokens=drafts)
     with trace(drafter) as rounds:
         target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            prompts,
+            attention_mask=torch.ones_like(prompts),
             assistant_model=drafter,
             do_sample=False,
             max_new_tokens=(count + 2) * (drafts + 1),
-            stopping_criteria=StoppingCriteriaList([_Enough(rounds, count)]),
+            stopping_criteria=StoppingCriteriaList([_Enough(rounds, count * rows)]),
         )
-    return rounds[1:]
+    return [one.seconds.scaled(rows) for one in rounds[rows::rows]]

@@ -36,9 +36,9 @@ class Seconds:
     def total(self) -> float:
         return self.draft + self.head + self.verify + self.rest
 
-    def share(self, rows: int) -> Seconds:
-        """What of this one of so many rows takes."""
-        return Seconds(self.draft / rows, self.head / rows, self.verify / rows, self.rest / rows)
+    def scaled(self, factor: float) -> Seconds:
+        """So many times this: from all rows of a batch to each, or back."""
+        return Seconds(self.draft * factor, self.head * factor, self.verify * factor, self.rest * factor)
 
 
 Alternatives = list[tuple[int, float]]  # token ids and their probabilities, the most likely first

@@ -2,7 +2,8 @@
 What verification and drafting cost on a device, as measured there, and what is accepted, on any device.
 
 These classes are the schema of `hardware_profile.json`: every field is a key of the same name. Times are seconds.
-Version 2 added `calibration` and `acceptance`, version 3 `first` and `heads` of drafts; files without are read so.
+Version 2 added `calibration` and `acceptance`, version 3 `first` and `heads` of drafts, version 4 `overhead` of batches;
+files without are read so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..files import write_text
 from .calibration import Calibration
 from .costs import RoundCosts
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PROFILE = "hardware_profile.json"
 
 FLAT = 1e-3  # verification times closer together than that are no measurement: one never repeats so well
@@ -113,12 +114,15 @@ class DraftCell:
         time: how long it took.
         first: how long it took for the first slot alone, in a block of no more rows; `None` if that is not known.
         heads: the part of `time` that the heads took; `None` if that is not known.
+        overhead: what a round of `generate()` with several rows takes beyond draft and verification; `None` if that is
+            not known, and for a single row, for which [`Entry`] has it.
     """
 
     rows: int
     time: Timing
     first: Timing | None = None
     heads: Timing | None = None
+    overhead: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,12 @@ class Entry:
         """Time to draft a block for each of `rows` rows, interpolated like [`verify_seconds`]."""
         return self._by_rows("time", rows)
 
+    def overhead_seconds(self, rows: int = 1) -> float:
+        """What a round takes beyond the two, interpolated like [`verify_seconds`]."""
+        known = {1: self.overhead} | {cell.rows: cell.overhead for cell in self.draft if cell.overhead is not None}
+        times = np.maximum.accumulate([known[measured].median for measured in sorted(known)])
+        return float(_within(sorted(known), times, rows))
+
     def _by_rows(self, name: str, rows: int) -> float:
         """Of the draft cells' times, those of that name, which all of them have."""
         cells = sorted(self.draft, key=lambda cell: cell.rows)
@@ -197,7 +207,7 @@ class Entry:
         return RoundCosts(
             draft=self.draft_seconds(rows),
             verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
-            overhead=self.overhead.median,
+            overhead=self.overhead_seconds(rows),
             spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
             **self._draft_shares(num_draft_tokens, rows),
         )
@@ -239,9 +249,11 @@ class Entry:
         for work, time in timings.items():
             if not (0 < time.p10 <= time.median <= time.p90 < math.inf):
                 raise ValueError(f"{work} has the times {_text(time)}; they have to be positive and in order.")
-        if not 0 <= self.overhead.p10 <= self.overhead.median <= self.overhead.p90 < math.inf:
-            raise ValueError(f"the overhead has the times {_text(self.overhead)}; they have to be in order.")
-        if not self.estimated and not all(time.count > 0 for time in (*timings.values(), self.overhead)):
+        overheads = [self.overhead, *(cell.overhead for cell in self.draft if cell.overhead is not None)]
+        for time in overheads:
+            if not 0 <= time.p10 <= time.median <= time.p90 < math.inf:
+                raise ValueError(f"the overhead has the times {_text(time)}; they have to be in order.")
+        if not self.estimated and not all(time.count > 0 for time in (*timings.values(), *overheads)):
             raise ValueError("it has times that were never measured, and does not say that it is estimated.")
         self._check_grid()
         if not self.estimated:
@@ -430,9 +442,8 @@ def _entry(content: dict) -> Entry:
     )
 
 
-def _draft_cell(rows: int, time: dict, first: dict | None = None, heads: dict | None = None) -> DraftCell:
-    first_slot, in_heads = (None if part is None else Timing(**part) for part in (first, heads))
-    return DraftCell(rows, Timing(**time), first_slot, in_heads)
+def _draft_cell(rows: int, **timings: dict | None) -> DraftCell:
+    return DraftCell(rows, **{name: None if time is None else Timing(**time) for name, time in timings.items()})
 
 
 def _by_regime(kind: type, content: dict) -> dict:
