@@ -33,8 +33,8 @@ def summary(entry: Entry) -> Table:
         add("verify", cell.rows, str(cell.tokens), str(cell.depth), cell.time)
     for draft in entry.draft:
         parts = {"draft": draft.time, "draft of one slot": draft.first, "heads in a draft": draft.heads}
+        parts["overhead"] = entry.overhead if draft.rows == 1 else draft.overhead
         for work, time in parts.items():
             if time is not None:
                 add(work, draft.rows, "", "", time)
-    add("overhead", 1, "", "", entry.overhead)
     return table

@@ -18,7 +18,14 @@ from typing import TypeVar
 
 import torch
 from huggingface_hub import constants
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils import logging
 
 from ..compat import CACHE, can_roll_back
@@ -29,6 +36,7 @@ from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
 from ..taps import TargetTaps, last_logits_only
 from .attention import attention_for_one, can_run_ragged, forward_flattened, own_attention, verifying_attention
+from .choice import choose
 from .draft_block import DraftBlock
 from .draft_context import DraftContext, RaggedContext
 from .ragged_cache import Flattened, RaggedCache
@@ -300,14 +308,13 @@ class _Bench:
 
     def _heads(self, block: DraftBlock, slots: int) -> None:
         drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
-        token = self.tokens[:, -1].to(drafter.device)
+        token, processors = self.tokens[:, -1].to(drafter.device), [LogitsProcessorList()] * len(self.tokens)
         for slot in range(slots):
             block.advance(token)
             if calibration is not None:
                 calibration(slot, **block.read(calibration)).sigmoid().tolist()
-            token = block.logits().float().argmax(-1)
-            if drafter.draft_token_ids is not None:
-                token = drafter.draft_token_ids[token]
+            _, token, _ = choose(drafter, block.logits(), processors, lambda _: self.tokens, do_sample=False)
+            token = token[:, 0]
 
     def _seconds(self, work: Callable[[], object]) -> float:
         self.clock.restart()
@@ -397,11 +404,7 @@ def _measure(
     for row_count in sorted(rows):
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
         overheads[row_count] = Timing.of(
-            [
-                max(one.total - one.verify - timings["time", row_count].median, 0.0)
-                for batch in batches
-                for one in real_rounds(target, drafter, batch.to(target.device), rounds)
-            ]
+            [one.rest for batch in batches for one in real_rounds(target, drafter, batch.to(target.device), rounds)]
         )
     entry = Entry(
         identity_of(target, drafter),

@@ -2,8 +2,8 @@
 What verification and drafting cost on a device, as measured there, and what is accepted, on any device.
 
 These classes are the schema of `hardware_profile.json`: every field is a key of the same name. Times are seconds.
-Version 2 added `calibration` and `acceptance`, version 3 `first` and `heads` of drafts, version 4 `overhead` of batches;
-files without are read so.
+Version 2 added `calibration` and `acceptance`, version 3 `first` and `heads` of drafts, version 4 the `overhead` of
+batches; files without are read so.
 """
 
 from __future__ import annotations
