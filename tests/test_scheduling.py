@@ -321,11 +321,23 @@ def test_a_request_knows_what_earlier_ones_learned():
 
 def test_a_request_owes_nothing_for_those_before():
     costs, experience = RoundCosts(draft=0.2, verify=(1.0, 1.02, 1.04, 1.06, 1.08)), Experience(4)
+    play(HardwareAware(costs, 4, True, experience), costs, lambda _: 3, 40, [0.9] * 4)
     bad = HardwareAware(costs, 4, True, experience)
-    play(bad, costs, lambda _: 0, 20, [0.9] * 4)
-    assert bad.limit(100) == 0, "in debt"
+    while bad.limit(100):  # until it is in debt
+        play(bad, costs, lambda _: 0, 1, [0.9] * 4)
     good = HardwareAware(costs, 4, True, experience)
     assert slowdown(play(good, costs, lambda _: 3, 40, [0.9] * 4), good.plain) < 0.4
+
+
+@pytest.mark.parametrize("rounds", [10, 40])
+def test_short_requests_that_never_gain_lose_three_percent_at_most(rounds):
+    """All together, though each might take another try for free."""
+    costs, experience = RoundCosts(draft=0.4, verify=(1.0, 1.02, 1.04, 1.06, 1.08)), Experience(4)
+    played = []
+    for _ in range(1000 // rounds):
+        scheduler = HardwareAware(costs, 4, True, experience)
+        played += play(scheduler, costs, lambda _: 0, rounds, [0.9] * 4)
+    assert slowdown(played, scheduler.plain) < 1.03 and any(limit for *_, limit in played[-200:])
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

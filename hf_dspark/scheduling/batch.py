@@ -12,6 +12,8 @@ from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
 
+SPREAD = 8.0  # tokens that rows may lie apart as if they did not
+
 
 class BatchScheduler:
     """
@@ -56,22 +58,36 @@ class EachRow(BatchScheduler):
         return [self.scheduler.keep(count) for count in drafted]
 
 
-def allot(survivals: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
+def weights(left: np.ndarray, spread: float = SPREAD) -> np.ndarray:
     """
-    The lengths (R,) of drafts that maximise Σa - λ·t, the best of all: the likeliest tokens of all rows, as long as
-    they pay together. Survival falls along a row, so the likeliest are prefixes.
+    What a token of each row is worth, 1 on average, if so many are `left` (R,) to generate: more in rows that are
+    behind, since a batch has ended when its last row has. They are the slopes of what the batch has [`to_go`].
+    """
+    shares = np.exp((left - left.max()) / spread)
+    return len(left) * shares / shares.sum()
+
+
+def to_go(left: np.ndarray, spread: float = SPREAD) -> float:
+    """How many tokens one after the other a batch still takes: the most that a row has `left` (R,), a soft maximum."""
+    return float(left.max() + spread * np.log(np.exp((left - left.max()) / spread).sum()))
+
+
+def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
+    """
+    The lengths (R,) of drafts that maximise Σv - λ·t, the best of all: the most valuable tokens of all rows, as long
+    as they pay together. Values fall along a row, so the best are prefixes.
 
     Args:
-        survivals: a (R, slots), each token's probability to be accepted with all before it; negative where there is
-            no token.
+        values: v (R, slots), each token's probability to be accepted with all before it, times the weight of its row;
+            negative where there is no token.
         seconds: t of verifying 0, 1, … of these tokens.
         rate: λ, tokens per second.
     """
-    rows, slots = survivals.shape
-    ranked = np.argsort(-survivals, axis=None, kind="stable")[: np.count_nonzero(survivals >= 0)]
-    values = survivals.ravel()[ranked].cumsum() - rate * (seconds[1 : len(ranked) + 1] - seconds[0])
-    best = len(values) - int(values[::-1].argmax()) if len(values) else 0
-    if best and values[best - 1] < 0:
+    rows, slots = values.shape
+    ranked = np.argsort(-values, axis=None, kind="stable")[: np.count_nonzero(values >= 0)]
+    gains = values.ravel()[ranked].cumsum() - rate * (seconds[1 : len(ranked) + 1] - seconds[0])
+    best = len(gains) - int(gains[::-1].argmax()) if len(gains) else 0
+    if best and gains[best - 1] < 0:
         best = 0
     return np.bincount(ranked[:best] // slots, minlength=rows)
 
@@ -80,11 +96,12 @@ class HardwareAwareBatch(BatchScheduler):
     """
     Verifies as many draft tokens of all rows as pay together, the likeliest first (design: paper, algorithm 1).
 
-    The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where τ are the tokens of all rows and t the time of
-    their common round. Greedy, all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and
-    cut at the optimum. Sampling, the optimum is looked for at
-    every slot, with the confidences of all rows up to there and those of later slots as expected; a row drafts on if
-    its token is part of it. As rows compete for the same time, the more there are, the less of each is verified.
+    The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where t is the time of the common round and τ the
+    tokens of all rows. What a caller waits for is the last row, so tokens of rows that are behind count for more, by
+    [`weights`]. Greedy, all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and cut at the
+    optimum. Sampling, the optimum is looked for at every slot, with the confidences of all rows up to there and those
+    of later slots as expected; a row drafts on if its token is part of it. As rows compete for the same time, the more
+    there are, the less of each is verified.
 
     Args:
         costs: what the parts of a round take, by the number of rows.
@@ -116,6 +133,8 @@ class HardwareAwareBatch(BatchScheduler):
     def limits(self, rooms: Sequence[int]) -> list[int]:
         rows, costs = len(rooms), self.costs(len(rooms))
         most = np.minimum(rooms, self.length)
+        self._left = np.array(rooms) + 1.0
+        self._weights = weights(self._left)
         self._plain = costs.overhead + costs.verify[0]
         self._rate = self._ledger.speedup * rows / self._plain
         self._begin(most)
@@ -123,7 +142,7 @@ class HardwareAwareBatch(BatchScheduler):
         if self._drafting:
             # At the end of a text nothing is left to learn for: what is likely has to pay, not what is possible.
             likely = np.array([self._outlook.mean(slot) for slot in range(self.length)])
-            hopes = np.where((most < self.length)[:, None], likely, 1.0).cumprod(1)
+            hopes = np.where((most < self.length)[:, None], likely, 1.0).cumprod(1) * self._weights[:, None]
             hopes[self._beyond] = -1.0
             count = allot(hopes, self._seconds, self._rate).sum()
             tokens = np.sort(hopes, axis=None)[::-1][:count].sum()
@@ -144,7 +163,7 @@ class HardwareAwareBatch(BatchScheduler):
         spread = min(costs.spread, 1.0)
         self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
         self._beyond = np.arange(self.length) >= most[:, None]
-        self._survivals = np.where(self._beyond, -1.0, 0.0)
+        self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
         self._last: np.ndarray | None = None  # confidences of the last slot
         self._unpredicted: list[int] = []
         self._admitted = 0
@@ -158,10 +177,10 @@ class HardwareAwareBatch(BatchScheduler):
             values = np.array(confidences)
             before = None if self._last is None else self._last[index]
             self._outlook.learn(slot, values, before)
-        self._last = np.zeros(len(self._survivals))
+        self._last = np.zeros(len(self._values))
         self._last[index] = values
-        here = values * (self._survivals[index, slot - 1] if slot else 1.0)
-        self._survivals[index, slot] = here
+        here = values * (self._values[index, slot - 1] if slot else self._weights[index])
+        self._values[index, slot] = here
         if not self.do_sample:
             return [True] * len(index)
         later = self._outlook.after_each(slot, values)
@@ -172,8 +191,8 @@ class HardwareAwareBatch(BatchScheduler):
         return admitted.tolist()
 
     def keep(self, drafted: Sequence[int]) -> list[int]:
-        self._survivals[np.arange(self.length) >= np.array(drafted)[:, None]] = -1.0
-        return allot(self._survivals, self._cautious, self._rate).tolist()
+        self._values[np.arange(self.length) >= np.array(drafted)[:, None]] = -1.0
+        return allot(self._values, self._cautious, self._rate).tolist()
 
     def observe(self, verified: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         lengths, right = np.array(verified), np.array(accepted)
@@ -184,15 +203,16 @@ class HardwareAwareBatch(BatchScheduler):
         if self._drafting:
             self._learn_width(lengths)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
+        progress = to_go(self._left) - to_go(self._left - 1 - right)  # 1 of a round without drafts
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
-        self._ledger.book(self._drafting, 1 + right.mean(), spent / self._plain, slowness)
+        self._ledger.book(self._drafting, progress, spent / self._plain, slowness)
 
     def _learn_width(self, lengths: np.ndarray) -> None:
         """What slots brought, where tokens share the time that all took; those behind the last row might have."""
         slots, width, total = np.arange(self.length), int((~self._beyond).sum(1).max()), int(lengths.sum())
         price = self._rate * (self._seconds[total] - self._seconds[0]) / max(total, 1)
-        brought = np.where(slots < lengths[:, None], self._survivals - price, 0.0)
+        brought = np.where(slots < lengths[:, None], self._values - price, 0.0)
         if width < self.length and (whole := lengths == width).any():
             later = self._outlook.after_each(width - 1, self._last[whole]).cumprod(1)
-            brought[whole, width:] = (later * self._survivals[whole, width - 1 : width] - price).clip(0)
+            brought[whole, width:] = (later * self._values[whole, width - 1 : width] - price).clip(0)
         self._width.learn(brought.mean(0).tolist())

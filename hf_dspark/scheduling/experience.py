@@ -9,8 +9,8 @@ from .outlook import Outlook
 
 class Experience:
     """
-    Kept from request to request, so that each need not learn anew what drafts are worth. A request owes nothing for
-    those before it: it may try a draft, whatever they lost.
+    Kept from request to request, so that each need not learn anew what drafts are worth. Where drafts have paid, a
+    request owes nothing for the one before it: it may try a draft, whatever that lost.
 
     Args:
         length: the most tokens a row and round.

@@ -10,7 +10,8 @@ from .outlook import PRIOR, Average
 
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
 CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-COMPARISONS = (2, 64)  # drafted rounds before one without a draft, to compare with, at first and later
+COMPARING = 0.01  # share of the time that rounds without a draft, to compare with, may take longer than drafted ones
+FEWEST = 2  # drafted rounds before the first of these, and between any two
 COMPARED = 4  # rounds of one kind, at most, that the next of the other is compared with
 DOUBT = 1  # comparisons that the profile weighs
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
@@ -26,7 +27,7 @@ class Ledger:
 
     What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
     drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
-    pay, single rounds without draft are inserted to learn it, soon at first, and then ever more rarely.
+    pay, single rounds without draft are inserted to learn it, soon at first, then by what they cost.
 
     The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
     measure of the others, so another one follows it; but after a pause it is charged with its time.
@@ -36,7 +37,7 @@ class Ledger:
         self.credit = 1.0
         self._speedup = Average(1.0, PRIOR)
         self._log_price = Average(0.0, DOUBT)
-        self._drafted_in_a_row, self._compare_after = 0, COMPARISONS[0]
+        self._drafted_in_a_row, self._compared = 0, 0
         self.forgive()
 
     @property
@@ -50,8 +51,9 @@ class Ledger:
         return math.exp(self._log_price.value)
 
     def forgive(self) -> None:
-        """Begin a request: debts are dropped, and no round is the one before."""
-        self.credit = max(self.credit, 0.0)
+        """Begin a request: debts are dropped if drafts have paid lately, and no round is the one before."""
+        if self._speedup.value > 1 + ALLOWANCE:
+            self.credit = max(self.credit, 0.0)
         self._missed = math.inf  # rounds that the drafter has not read
         self._has_read = False  # in the last round, more of them than usual
         self._kind = False  # whether the last rounds that can be compared drafted,
@@ -59,7 +61,9 @@ class Ledger:
 
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
-        compare = self._drafted_in_a_row >= self._compare_after and self.speedup < PRICES[1]
+        lost = 1 - 1 / self.speedup  # by a round without a draft
+        enough = min(max(lost / COMPARING, FEWEST), FEWEST * 2**self._compared)
+        compare = self._drafted_in_a_row >= enough and self.speedup < PRICES[1]
         return self._has_read or (self.credit >= 0 and not compare)
 
     def book(self, drafted: bool, tokens: float, spent: float, slowness: float) -> None:
@@ -81,6 +85,7 @@ class Ledger:
             cheapest, dearest = map(math.log, PRICES)
             self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
             self._slowness.clear()
+            self._compared += 1
         if not self._has_read:
             self._kind = drafted
             self._slowness.append(math.log(slowness))
@@ -90,6 +95,5 @@ class Ledger:
         else:
             self.credit += ALLOWANCE
             self._drafted_in_a_row = 0
-            self._compare_after = min(2 * self._compare_after, COMPARISONS[1])
         self.credit = min(self.credit, CREDIT)
         self._speedup.add(tokens / spent, spent)
