@@ -22,6 +22,7 @@ from .attention import can_run_ragged, forward_flattened, verifying_attention
 from .batch_drafter import BatchDrafter, batch_scheduler_of
 from .choice import most_likely
 from .draft_context import RaggedContext
+from .ending import Ending
 from .outputs import GenerationRecord
 from .ragged_cache import Flattened, RaggedCache
 from .trace import Clock
@@ -90,6 +91,7 @@ def batched_decoding(
         for index in range(len(input_ids))
     ]
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    ends = Ending(stopping_criteria)
     cache, context = RaggedCache(len(rows)), RaggedContext(drafter, len(rows))
     scheduler = batch_scheduler_of(drafter, do_sample, len(rows), depth=prompt_length)
     devices = (parameter.device for model in (target, drafter) for parameter in model.parameters())
@@ -107,7 +109,7 @@ def batched_decoding(
             widths = [1 + row.draft.shape[1] for row in batch]
             best = [None] * len(batch) if do_sample or logits_processor else most_likely(logits)[:, 0].split(widths)
             accepted = [
-                _commit(row, row_logits[None], row_best, stopping_criteria, do_sample, pads, most) - 1
+                _commit(row, row_logits[None], row_best, ends, do_sample, pads, most) - 1
                 for row, row_logits, row_best in zip(batch, logits.split(widths), best)
             ]
 
@@ -123,6 +125,7 @@ def batched_decoding(
             if not staying:
                 break
             if len(staying) < len(batch):
+                staying = _in_place(staying)
                 batch = [batch[i] for i in staying]
                 cache.select(staying)
                 context.select(staying)
@@ -227,11 +230,17 @@ def _prefill(
     return logits
 
 
+def _in_place(staying: list[int]) -> list[int]:
+    """The same places, in an order in which those that can stay where they are do."""
+    moving = [place for place in staying if place >= len(staying)]
+    return [place if place in staying else moving.pop() for place in range(len(staying))]
+
+
 def _commit(
     row: Row,
     logits: torch.Tensor,
     best: torch.Tensor | None,
-    stopping_criteria: StoppingCriteriaList,
+    ends: Ending,
     do_sample: bool,
     pads: bool,
     most: int,
@@ -245,7 +254,7 @@ def _commit(
         row.text = torch.cat([row.text, token], dim=-1)
         row.record.add(None, scores, logits, committed)
         committed += 1
-        if row.end is None and bool(stopping_criteria(row.text, row.record.scores).all()):
+        if row.end is None and ends(row.text, row.record.scores):
             row.end = row.length
         if row.end is not None and (pads or row.length >= most):
             break

@@ -27,6 +27,7 @@ from .attention import attention_for_one
 from .batched_decoding import batched_decoding, check_batch
 from .candidate_generator import DSparkCandidateGenerator, scheduler_of
 from .draft_context import DraftContext
+from .ending import Ending
 from .outputs import GenerationRecord
 from .profiler import ensure_costs
 from .trace import Clock
@@ -72,7 +73,7 @@ def speculative_decoding(
     scheduler = scheduler_of(drafter, generation_config.do_sample)
     held = model_kwargs[CACHE].get_seq_length()  # positions of an earlier turn
     prompt_mask = model_kwargs.get("attention_mask")
-    record = GenerationRecord(generation_config)
+    ends, record = Ending(stopping_criteria), GenerationRecord(generation_config)
 
     with attention_for_one(target), TargetTaps(target, drafter.config.target_layer_ids) as taps:
         model_kwargs.update(last_logits_only(target))
@@ -109,7 +110,7 @@ def speculative_decoding(
                 committed += 1
                 if streamer is not None:
                     streamer.put(token[0].cpu())
-                if finished := bool(stopping_criteria(input_ids, record.scores).all()):
+                if finished := ends(input_ids, record.scores):
                     break
 
             # Take back what the target cached of rejected tokens; the rest is context.

@@ -142,12 +142,15 @@ class RaggedCache:
         self.lengths = [held - count for held, count in zip(self.lengths, counts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Go on with these rows only, in this order; those that keep their place are not copied."""
         self.lengths = [self.lengths[row] for row in rows]
         longest = max(self.lengths, default=0)
+        places = [place for place, row in enumerate(rows) if place != row]
         for buffers in self._buffers.values():
             for i, buffer in enumerate(buffers):
-                buffers[i] = buffer[:, :, :longest][torch.tensor(rows, device=buffer.device)]
+                if places:
+                    buffer[places, :, :longest] = buffer[[rows[place] for place in places], :, :longest]
+                buffers[i] = buffer[: len(rows)]
 
     # What models ask about a cache to make masks; those of rows of different lengths are made elsewhere.
 

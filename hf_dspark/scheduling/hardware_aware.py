@@ -57,8 +57,8 @@ class HardwareAware(Scheduler):
     less the spread of measured times. Of the block no more rows are computed than were worth it, by [`BlockWidth`].
 
     Drafting has to pay for itself, by a [`Ledger`]; so by these times generation takes longer than plain decoding by
-    its allowance at most, and a few rounds. Times are the profile's: load that slows everything alike scales λ down and
-    t up and changes no decision.
+    its allowance at most, and a few rounds. Times are the profile's: load that slows everything alike scales λ down
+    and t up and changes no decision.
 
     Args:
         costs: what the parts of a round take.
