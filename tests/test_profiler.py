@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel, modeling_dspark, trace
 from hf_dspark.cli import app
-from hf_dspark.generation import decoding, profiler
+from hf_dspark.generation import bench, decoding, profiler
 from hf_dspark.generation import trace as trace_module
 from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
@@ -427,7 +427,7 @@ def test_other_sizes_have_other_identities(pair):
 
 
 def test_the_command_line(machine, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler._Bench, "_seconds", virtual_seconds)
+    monkeypatch.setattr(bench.Bench, "_seconds", virtual_seconds)
     monkeypatch.setattr(profiler, "FULL_SWEEPS", (2, 2))
     target = tiny_target("llama")
     target.save_pretrained(tmp_path / "target")

@@ -92,6 +92,7 @@ def batched_decoding(
     ]
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     ends = Ending(stopping_criteria)
+    needs_scores = do_sample or bool(logits_processor) or bool(generation_config.return_dict_in_generate)
     cache, context = RaggedCache(len(rows)), RaggedContext(drafter, len(rows))
     scheduler = batch_scheduler_of(drafter, do_sample, len(rows), depth=prompt_length)
     devices = (parameter.device for model in (target, drafter) for parameter in model.parameters())
@@ -105,9 +106,11 @@ def batched_decoding(
         features: list[torch.Tensor] = []  # of what was verified, by row
         while True:
             # Commit: what the target says to each draft.
-            logits = logits.to(input_ids.device, torch.float32)
             widths = [1 + row.draft.shape[1] for row in batch]
-            best = [None] * len(batch) if do_sample or logits_processor else most_likely(logits)[:, 0].split(widths)
+            if needs_scores:
+                logits, best = logits.to(input_ids.device, torch.float32), [None] * len(batch)
+            else:
+                best = most_likely(logits)[:, 0].to(input_ids.device).split(widths)
             accepted = [
                 _commit(row, row_logits[None], row_best, ends, do_sample, pads, most) - 1
                 for row, row_logits, row_best in zip(batch, logits.split(widths), best)

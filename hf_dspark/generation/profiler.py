@@ -20,7 +20,6 @@ import torch
 from huggingface_hub import constants
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteria,
@@ -28,19 +27,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..compat import CACHE, can_roll_back
 from ..devices import device_name
 from ..modeling_dspark import DSparkModel
 from ..scheduling.costs import RoundCosts
 from ..scheduling.estimate import estimate
 from ..scheduling.profile import DraftCell, Entry, HardwareProfile, Identity, Timing, VerifyCell
-from ..taps import TargetTaps, last_logits_only
-from .attention import attention_for_one, can_run_ragged, forward_flattened, own_attention, verifying_attention
-from .choice import choose
-from .draft_block import DraftBlock
-from .draft_context import DraftContext, RaggedContext
-from .ragged_cache import Flattened, RaggedCache
-from .trace import Clock, Round, Seconds, trace
+from .attention import attention_for_one, can_run_ragged, own_attention, verifying_attention
+from .bench import BatchBench, SingleBench
+from .trace import Round, Seconds, trace
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +47,6 @@ QUICK_SECONDS = 2.0
 FULL_SWEEPS, QUICK_SWEEPS = (7, 40), (2, 5)  # fewest and most
 ROUNDS, QUICK_ROUNDS = 12, 3  # of generate(), for each prompt
 PRECISION = 0.02  # standard error of a median, relative to it, that is good enough
-NEW_CONTEXT = 2  # tokens that a round adds to the drafter's context, about
 STALE = 1.5  # a pass slower or faster by more than that, beyond the spread, and a table is no longer true
 
 
@@ -178,7 +171,7 @@ def staleness(entry: Entry, target: PreTrainedModel, drafter: DSparkModel) -> st
     """Why an entry no longer is true, from timing one of its cells again, or `None` if it is."""
     cell = entry.cell(1, entry.widest, entry.depths[0])
     with _undisturbed(target, drafter):
-        bench = _Bench(target, drafter, _made_up_tokens(target, cell.depth))
+        bench = SingleBench(target, drafter, _made_up_tokens(target, cell.depth))
         seconds = [bench.verify(cell.tokens) for _ in range(3)][1:]
     now = Timing.of(seconds)
     if min(seconds) <= cell.time.p90 * STALE and max(seconds) >= cell.time.p10 / STALE:
@@ -258,118 +251,6 @@ def _undisturbed(target: PreTrainedModel, drafter: DSparkModel) -> Iterator[None
         yield
 
 
-class _Bench:
-    """
-    One pass at a time of either model over a context, timed; each leaves the context as it was.
-
-    Args:
-        context: token ids (1, depth).
-    """
-
-    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
-        drafter.bind(target)
-        self.target, self.drafter = target, drafter
-        self.tokens = context
-        with TargetTaps(target, drafter.config.target_layer_ids) as taps:
-            outputs = target(context, use_cache=True, return_dict=True, **last_logits_only(target))
-            self.features = taps.take(drafter.device, drafter.dtype)
-        self.cache = outputs[CACHE]
-        if not can_roll_back(self.cache):
-            raise ValueError(f"the {type(self.cache).__name__} of {type(target).__name__} cannot be cropped.")
-        self.cache.activate_past_recording()
-        self.draft_context = DraftContext(drafter)
-        self.draft_context.extend(self.features)
-        self.clock = Clock((model.device for model in (target, drafter)), running=True)
-
-    def verify(self, width: int) -> float:
-        """Seconds of a forward pass over `width` tokens."""
-        tokens = self.tokens[:, :1].repeat(1, width)
-        seconds = self._seconds(
-            lambda: self.target(tokens, use_cache=True, return_dict=True, **{CACHE: self.cache}).logits
-        )
-        self.cache.crop(-width)
-        return seconds
-
-    def draft(self, slots: int) -> float:
-        """Seconds of drafting so many slots for every row."""
-        self.draft_context.extend(self.features[:, -NEW_CONTEXT:])
-        seconds = self._seconds(lambda: self._heads(self._block(slots), slots))
-        self.draft_context.crop(self.tokens.shape[1])
-        return seconds
-
-    def heads(self, slots: int) -> float:
-        """The part of [`draft`] that comes after the backbone."""
-        block = self._block(slots)
-        return self._seconds(lambda: self._heads(block, slots))
-
-    def _block(self, slots: int) -> DraftBlock:
-        tokens = self.tokens.to(self.drafter.device)
-        return DraftBlock(self.drafter, self.draft_context.block_hidden(tokens[:, -1:], slots), tokens)
-
-    def _heads(self, block: DraftBlock, slots: int) -> None:
-        drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
-        token, processors = self.tokens[:, -1].to(drafter.device), [LogitsProcessorList()] * len(self.tokens)
-        for slot in range(slots):
-            block.advance(token)
-            if calibration is not None:
-                calibration(slot, **block.read(calibration)).sigmoid().tolist()
-            _, token, _ = choose(drafter, block.logits(), processors, lambda _: self.tokens, do_sample=False)
-            token = token[:, 0]
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        self.clock.restart()
-        self.clock.lap("rest")  # waits for what was going on
-        work()
-        self.clock.lap("verify")
-        return self.clock.seconds.verify
-
-
-class _BatchBench(_Bench):
-    """
-    The same for a batch; inside [`verifying_attention`].
-
-    Args:
-        context: token ids (R, depth).
-    """
-
-    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
-        drafter.bind(target)
-        self.target, self.drafter, self.tokens = target, drafter, context
-        rows, depth = context.shape
-        self.cache, self.draft_context = RaggedCache(rows), RaggedContext(drafter, rows)
-        with TargetTaps(target, drafter.config.target_layer_ids) as taps:
-            self._forward([depth] * rows, **last_logits_only(target))
-            self.features = taps.take(drafter.device, drafter.dtype)[0].split(depth)
-        self._extend(depth)
-        self.clock = Clock((model.device for model in (target, drafter)), running=True)
-
-    def verify(self, width: int) -> float:
-        """Seconds of a forward pass over `width` tokens a row on average, spread as far as drafts can be."""
-        further = min(width - 1, self.drafter.config.num_draft_tokens + 1 - width)
-        pairs, odd = divmod(len(self.tokens), 2)
-        counts = [width - further, width + further] * pairs + [width] * odd
-        seconds = self._seconds(lambda: self._forward(counts))
-        self.cache.crop(counts)
-        return seconds
-
-    def draft(self, slots: int) -> float:
-        self._extend(NEW_CONTEXT)
-        seconds = self._seconds(lambda: self._heads(self._block(slots), slots))
-        self.draft_context.crop(NEW_CONTEXT)
-        return seconds
-
-    def _extend(self, count: int) -> None:
-        for row, features in enumerate(self.features):
-            self.draft_context.extend(row, features[-count:])
-
-    def _forward(self, counts: list[int], **inputs) -> torch.Tensor:
-        tokens = Flattened.of(counts, self.cache.lengths, self.target.device)
-        ids = torch.cat([ids.repeat(-(-count // len(ids)))[:count] for ids, count in zip(self.tokens, counts)])
-        return forward_flattened(
-            self.target, self.cache, tokens, tokens.columns[None], input_ids=ids[None].to(self.target.device), **inputs
-        )
-
-
 def _measure(
     target: PreTrainedModel,
     drafter: DSparkModel,
@@ -390,7 +271,7 @@ def _measure(
     for row_count in sorted(rows):
         widths = range(1, most + 1) if row_count == 1 else sorted({1, (most + 1) // 2, most})
         for depth in depths:
-            kind = _Bench if row_count == 1 else _BatchBench
+            kind = SingleBench if row_count == 1 else BatchBench
             bench = kind(target, drafter, text[None, :depth].repeat(row_count, 1))
             for width in widths:
                 passes[row_count, width, depth] = partial(bench.verify, width)
@@ -410,12 +291,8 @@ def _measure(
         identity_of(target, drafter),
         verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
         draft=[
-            DraftCell(
-                row_count,
-                *(timings[part, row_count] for part in ("time", "first", "heads")),
-                overhead=overheads[row_count] if row_count > 1 else None,
-            )
-            for row_count in sorted(rows)
+            DraftCell(r, timings["time", r], timings["first", r], timings["heads", r], overheads[r] if r > 1 else None)
+            for r in sorted(rows)
         ],
         overhead=overheads[1],
     )
@@ -457,21 +334,21 @@ class _Enough(StoppingCriteria):
 
 def real_rounds(target: PreTrainedModel, drafter: DSparkModel, prompts: torch.Tensor, count: int) -> list[Seconds]:
     """
-    What so many rounds of `generate()` take behind prompts (R, length), all rows together, whole blocks, after one to
-    warm up.
+    What so many rounds of `generate()` take behind prompts (R, length), all rows together, without a draft, after one
+    to warm up.
     """
-    drafts, rows = drafter.config.num_draft_tokens, len(prompts)
+    rows = len(prompts)
     # Copies that share all weights, so that nobody else sees these settings.
     target, drafter = copy.copy(target), copy.copy(drafter)
     target.generation_config = GenerationConfig()
-    drafter.generation_config = GenerationConfig(num_assistant_tokens=drafts)
+    drafter.generation_config = GenerationConfig(num_assistant_tokens=0)
     with trace(drafter) as rounds:
         target.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             assistant_model=drafter,
             do_sample=False,
-            max_new_tokens=(count + 2) * (drafts + 1),
+            max_new_tokens=count + 2,
             stopping_criteria=StoppingCriteriaList([_Enough(rounds, count * rows)]),
         )
     return [one.seconds.scaled(rows) for one in rounds[rows::rows]]
