@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkModel, modeling_dspark, trace
 from hf_dspark.cli import app
+from hf_dspark.compat import CACHE
 from hf_dspark.generation import bench, decoding, profiler
 from hf_dspark.generation import trace as trace_module
 from hf_dspark.generation.candidate_generator import scheduler_of
@@ -359,7 +360,7 @@ def test_measuring_leaves_a_running_cache_alone(pair):
     target, drafter = pair
     ids = prompt(12)
     out = target.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-    cache = out[profiler.CACHE]
+    cache = out[CACHE]
     before = cache.get_seq_length(), cache.layers[0].keys.clone()
     ensure_costs(target, drafter)
     assert before[0] == cache.get_seq_length() and torch.equal(before[1], cache.layers[0].keys)

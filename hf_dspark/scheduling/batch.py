@@ -12,7 +12,7 @@ from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
 
-SPREAD = 8.0  # tokens that rows may lie apart as if they did not
+SPREAD = 2.0  # tokens that rows may lie apart almost as if they did not
 
 
 class BatchScheduler:
@@ -58,18 +58,15 @@ class EachRow(BatchScheduler):
         return [self.scheduler.keep(count) for count in drafted]
 
 
-def weights(left: np.ndarray, spread: float = SPREAD) -> np.ndarray:
-    """
-    What a token of each row is worth, 1 on average, if so many are `left` (R,) to generate: more in rows that are
-    behind, since a batch has ended when its last row has. They are the slopes of what the batch has [`to_go`].
-    """
-    shares = np.exp((left - left.max()) / spread)
+def to_go(left: np.ndarray) -> float:
+    """What a batch still takes: the most tokens that a row has `left` (R,), as a soft maximum."""
+    return float(left.max() + SPREAD * np.log(np.exp((left - left.max()) / SPREAD).sum()))
+
+
+def weights(left: np.ndarray) -> np.ndarray:
+    """What a token of each row is worth, 1 on average: the slopes of [`to_go`], higher in rows that are behind."""
+    shares = np.exp((left - left.max()) / SPREAD)
     return len(left) * shares / shares.sum()
-
-
-def to_go(left: np.ndarray, spread: float = SPREAD) -> float:
-    """How many tokens one after the other a batch still takes: the most that a row has `left` (R,), a soft maximum."""
-    return float(left.max() + spread * np.log(np.exp((left - left.max()) / spread).sum()))
 
 
 def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
@@ -203,7 +200,7 @@ class HardwareAwareBatch(BatchScheduler):
         if self._drafting:
             self._learn_width(lengths)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
-        progress = to_go(self._left) - to_go(self._left - 1 - right)  # 1 of a round without drafts
+        progress = to_go(self._left) - to_go(self._left - 1 - right)  # 1 without drafts
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
         self._ledger.book(self._drafting, progress, spent / self._plain, slowness)
 
