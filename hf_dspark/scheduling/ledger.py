@@ -9,6 +9,7 @@ from collections import deque
 from .outlook import PRIOR, Average
 
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
+STAKE = 4  # plain rounds' worth of time that drafting may lose to begin with
 CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
 COMPARING = 0.01  # share of the time that rounds without a draft, to compare with, may take longer than drafted ones
 FEWEST = 2  # drafted rounds before the first of these, and between any two
@@ -34,7 +35,7 @@ class Ledger:
     """
 
     def __init__(self):
-        self.credit = 1.0
+        self.credit = float(STAKE)
         self._speedup = Average(1.0, PRIOR)
         self._log_price = Average(0.0, DOUBT)
         self._drafted_in_a_row, self._compared = 0, 0
@@ -53,7 +54,7 @@ class Ledger:
     def forgive(self) -> None:
         """Begin a request: debts are dropped if drafts have paid lately, and no round is the one before."""
         if self._speedup.value > 1 + ALLOWANCE:
-            self.credit = max(self.credit, 0.0)
+            self.credit = max(self.credit, 1.0)
         self._missed = math.inf  # rounds that the drafter has not read
         self._has_read = False  # in the last round, more of them than usual
         self._kind = False  # whether the last rounds that can be compared drafted,
