@@ -104,7 +104,8 @@ def test_a_dip_is_levelled():
 def test_round_costs():
     costs = entry().round_costs(num_draft_tokens=3, depth=1024)
     assert costs.verify == pytest.approx((0.012024, 0.013024, 0.014024, 0.015024))
-    assert (costs.draft, costs.overhead, costs.spread) == pytest.approx((0.002, 0.001, 0.1))
+    assert (costs.draft, costs.overhead) == pytest.approx((0.002, 0.001))
+    assert costs.error == pytest.approx(0.1 / 2.56 * 1.25 / 5**0.5)
 
 
 def test_round_costs_of_several_rows():

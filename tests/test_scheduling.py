@@ -68,7 +68,7 @@ STEEP = RoundCosts(draft=0.0, verify=(1.0, 1 / 0.5, 1 / 0.45))
 CURVES = {
     "steep": STEEP,
     "flat": RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0)),
-    "cliff": RoundCosts(draft=0.1, verify=(1.0, 1.7, 1.75), spread=0.1),
+    "cliff": RoundCosts(draft=0.1, verify=(1.0, 1.7, 1.75), error=0.1),
     "late cliff": RoundCosts(draft=0.1, verify=(1.0, 1.05, 2.2)),
     "dear": RoundCosts(draft=0.9, verify=(1.0, 1.1, 1.2), overhead=0.1),
 }
@@ -232,7 +232,7 @@ def test_greedy_sees_what_sampling_may_not():
 
 def test_noisy_savings_are_no_reason_to_cut():
     steady = RoundCosts(draft=0.2, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
-    noisy = RoundCosts(draft=0.2, verify=steady.verify, spread=0.9)
+    noisy = RoundCosts(draft=0.2, verify=steady.verify, error=0.9)
     unsure = [0.9, 0.4, 0.3, 0.3]
     assert draft_length(settled(HardwareAware(steady, 4, do_sample=False), 2), unsure) < 4
     assert draft_length(settled(HardwareAware(noisy, 4, do_sample=False), 2), unsure) == 4

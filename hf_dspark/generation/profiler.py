@@ -315,9 +315,8 @@ def repeat(passes: dict[Key, Callable[[], float]], fewest: int, most: int, secon
         for key in order:
             samples[key].append(passes[key]())
         timings = {key: Timing.of(times) for key, times in samples.items()}
-        # Of normal times, (p90 - p10) is 2.56 standard deviations, and a median's error 1.25 times a mean's.
-        errors = [1.25 * time.spread / 2.56 / sweep**0.5 for time in timings.values()]
-        if sweep >= fewest and (max(errors) <= PRECISION or time.perf_counter() - begin >= seconds):
+        known = max(timing.error for timing in timings.values()) <= PRECISION
+        if sweep >= fewest and (known or time.perf_counter() - begin >= seconds):
             break
     return timings
 

@@ -157,8 +157,8 @@ class HardwareAwareBatch(BatchScheduler):
         left_out = self.length - int(most.max())
         fixed = costs.draft_without(rows=left_out, heads=left_out) + costs.overhead
         self._seconds = self._ledger.price * (fixed + np.array(costs.verify[: most.sum() + 1]))
-        spread = min(costs.spread, 1.0)
-        self._cautious = (1 - spread) * self._seconds + spread * self._seconds[-1]
+        error = min(costs.error, 1.0)
+        self._cautious = (1 - error) * self._seconds + error * self._seconds[-1]
         self._beyond = np.arange(self.length) >= most[:, None]
         self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
         self._last: np.ndarray | None = None  # confidences of the last slot

@@ -19,13 +19,13 @@ class RoundCosts:
         overhead: what a round spends outside the two.
         row: what a draft takes less for each row of the blocks that is not computed, without heads.
         head: what it takes less for each slot of the blocks that the heads do not come to.
-        spread: how far measured times of the same work lie apart, (p90 - p10) / median.
+        error: how far these may be off, relative to them.
     """
 
     draft: float
     verify: tuple[float, ...]
     overhead: float = 0.0
-    spread: float = 0.0
+    error: float = 0.0
     row: float = 0.0
     head: float = 0.0
 

@@ -54,7 +54,7 @@ class HardwareAware(Scheduler):
     as past rounds let expect them; so the rule sees beyond a step in the costs, yet, sampling, depends on nothing that
     depends on x_k. Greedy, drafting on costs the time of the heads alone, for what was drafted is cut at the optimum.
     A drafter without confidence head has its past acceptance by slot for confidences. Time that a cut saves counts
-    less the spread of measured times. Of the block no more rows are computed than were worth it, by [`BlockWidth`].
+    less what measured times may be off. Of the block no more rows are computed than were worth it, by [`BlockWidth`].
 
     Drafting has to pay for itself, by a [`Ledger`]; so by these times generation takes longer than plain decoding by
     its allowance at most, and a few rounds. Times are the profile's: load that slows everything alike scales λ down
@@ -115,8 +115,8 @@ class HardwareAware(Scheduler):
         self._head = price * costs.head
         fixed = costs.draft_without(rows=self.length - width, heads=self.length) + costs.overhead
         self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
-        spread = min(costs.spread, 1.0)
-        self._cautious = [(1 - spread) * t + spread * self._seconds[-1] for t in self._seconds]
+        error = min(costs.error, 1.0)
+        self._cautious = [(1 - error) * t + error * self._seconds[-1] for t in self._seconds]
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:

@@ -58,6 +58,11 @@ class Timing:
         """(p90 - p10) / median."""
         return (self.p90 - self.p10) / self.median if self.median else 0.0
 
+    @property
+    def error(self) -> float:
+        """The standard error of the median, relative to it, if times are normal: of those, `spread` is 2.56σ."""
+        return 1.25 * self.spread / 2.56 / self.count**0.5 if self.count else 0.0
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -208,7 +213,7 @@ class Entry:
             draft=self.draft_seconds(rows),
             verify=tuple(accumulate(verify, max)),  # rounding aside, they rise anyway
             overhead=self.overhead_seconds(rows),
-            spread=float(np.median([cell.time.spread for cell in self.verify if cell.rows == 1])),
+            error=float(np.median([cell.time.error for cell in self.verify if cell.rows == 1])),
             **self._draft_shares(num_draft_tokens, rows),
         )
 
