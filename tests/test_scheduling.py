@@ -15,6 +15,7 @@ from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.experience import Experience
 from hf_dspark.scheduling.hardware_aware import HardwareAware
+from hf_dspark.scheduling.ledger import Ledger
 from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 
 confidences = st.lists(st.floats(0, 1), min_size=1, max_size=8)
@@ -400,3 +401,13 @@ def test_load_that_slows_everything_changes_nothing():
 def test_costs_that_are_none_are_refused(costs):
     with pytest.raises(ValueError, match="Measure them again"):
         HardwareAware(costs, 2, do_sample=False)
+
+
+def test_comparisons_never_run_out():
+    """However many there have been; here almost every other round is one."""
+    ledger = Ledger()
+    for _ in range(3000):
+        ledger.book(drafted=True, tokens=1.0, spent=1.0, slowness=1.0)
+        ledger.book(drafted=False, tokens=1.0, spent=1.0, slowness=1.1)
+        assert ledger.allows()
+    assert ledger.price == pytest.approx(1 / 1.1, rel=0.02)

@@ -12,7 +12,7 @@ from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
 
-SPREAD = 2.0  # tokens that rows may lie apart almost as if they did not
+SPREAD = 8.0  # tokens that rows may lie apart almost as if they did not
 
 
 class BatchScheduler:
@@ -200,9 +200,11 @@ class HardwareAwareBatch(BatchScheduler):
         if self._drafting:
             self._learn_width(lengths)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
-        progress = to_go(self._left) - to_go(self._left - 1 - right)  # 1 without drafts
+        after = self._left - 1 - right
+        progress = self._left.max() - after.max()  # 1 without drafts, and so is that of all rows
+        loan = to_go(self._left) - to_go(after) - progress
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
-        self._ledger.book(self._drafting, progress, spent / self._plain, slowness)
+        self._ledger.book(self._drafting, progress, spent / self._plain, slowness, loan)
 
     def _learn_width(self, lengths: np.ndarray) -> None:
         """What slots brought, where tokens share the time that all took; those behind the last row might have."""

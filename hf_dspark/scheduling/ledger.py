@@ -38,7 +38,8 @@ class Ledger:
         self.credit = float(STAKE)
         self._speedup = Average(1.0, PRIOR)
         self._log_price = Average(0.0, DOUBT)
-        self._drafted_in_a_row, self._compared = 0, 0
+        self._drafted_in_a_row = 0
+        self._soon = float(FEWEST)  # at the latest, the next comparison comes after so many drafted rounds
         self.forgive()
 
     @property
@@ -52,7 +53,8 @@ class Ledger:
         return math.exp(self._log_price.value)
 
     def forgive(self) -> None:
-        """Begin a request: debts are dropped if drafts have paid lately, and no round is the one before."""
+        """Begin a request: loans are called in, debts dropped if drafts have paid lately, no round was the last."""
+        self._lent = 0.0
         if self._speedup.value > 1 + ALLOWANCE:
             self.credit = max(self.credit, 1.0)
         self._missed = math.inf  # rounds that the drafter has not read
@@ -63,19 +65,20 @@ class Ledger:
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
         lost = 1 - 1 / self.speedup  # by a round without a draft
-        enough = min(max(lost / COMPARING, FEWEST), FEWEST * 2**self._compared)
+        enough = min(max(lost / COMPARING, FEWEST), self._soon)
         compare = self._drafted_in_a_row >= enough and self.speedup < PRICES[1]
-        return self._has_read or (self.credit >= 0 and not compare)
+        return self._has_read or (self.credit + self._lent >= 0 and not compare)
 
-    def book(self, drafted: bool, tokens: float, spent: float, slowness: float) -> None:
+    def book(self, drafted: bool, tokens: float, spent: float, slowness: float, loan: float = 0.0) -> None:
         """
         Take in a round.
 
         Args:
             drafted: whether it drafted.
-            tokens: committed tokens, a row.
+            tokens: committed tokens, of the last row if there are several.
             spent: its time by the costs, with the price.
             slowness: its measured time, against that of the costs without the price.
+            loan: what the progress of the other rows counts for until the request ends.
         """
         self._has_read = drafted and self._missed > COMPARED
         self._missed = 0 if drafted else self._missed + 1
@@ -86,12 +89,13 @@ class Ledger:
             cheapest, dearest = map(math.log, PRICES)
             self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
             self._slowness.clear()
-            self._compared += 1
+            self._soon *= 2
         if not self._has_read:
             self._kind = drafted
             self._slowness.append(math.log(slowness))
         if drafted:
             self.credit += tokens - spent
+            self._lent += loan
             self._drafted_in_a_row += 1
         else:
             self.credit += ALLOWANCE
