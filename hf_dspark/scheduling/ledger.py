@@ -32,6 +32,9 @@ class Ledger:
 
     The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
     measure of the others, so another one follows it; but after a pause it is charged with its time.
+
+    A batch takes as long as its last row, so its tokens are those that count. What the other rows gain is lent until
+    the batch has ended, for any row may be the last by then.
     """
 
     def __init__(self):
