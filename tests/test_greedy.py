@@ -62,7 +62,7 @@ CURVES = {
     "hardly worth drafting": RoundCosts(draft=1.2, verify=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5)),
     "free": RoundCosts(draft=0.0, verify=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)),
     "cliff at two tokens": RoundCosts(draft=0.1, verify=(1.0, 1.9, 1.95, 2.0, 2.05, 2.1)),
-    "cliff at four tokens": RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0, 2.2, 2.2, 2.2), spread=0.1),
+    "cliff at four tokens": RoundCosts(draft=0.1, verify=(1.0, 1.0, 1.0, 2.2, 2.2, 2.2), error=0.1),
     "dear rows and heads": RoundCosts(draft=1.0, verify=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5), row=0.15, head=0.05),
 }
 

@@ -116,7 +116,7 @@ def test_confidence_threshold(threshold):
 
 CURVES = {
     "smooth": RoundCosts(draft=0.05, verify=(1.0, 1.08, 1.16, 1.24, 1.32, 1.4)),
-    "cliff": RoundCosts(draft=0.02, verify=(1.0, 1.0, 1.25, 1.27, 1.29, 1.31), spread=0.05),
+    "cliff": RoundCosts(draft=0.02, verify=(1.0, 1.0, 1.25, 1.27, 1.29, 1.31), error=0.05),
 }
 
 
