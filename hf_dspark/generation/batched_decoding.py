@@ -110,7 +110,7 @@ def batched_decoding(
             if needs_scores:
                 logits, best = logits.to(input_ids.device, torch.float32), [None] * len(batch)
             else:
-                best = most_likely(logits)[:, 0].to(input_ids.device).split(widths)
+                best = most_likely(logits).T.to(input_ids.device).split(widths, dim=1)
             accepted = [
                 _commit(row, row_logits[None], row_best, ends, do_sample, pads, most) - 1
                 for row, row_logits, row_best in zip(batch, logits.split(widths), best)
@@ -249,10 +249,10 @@ def _commit(
     most: int,
 ) -> int:
     """
-    Add to a row what the target, of logits (1, ℓ + 1, V), says to its draft; how many tokens. `best` (ℓ + 1,) are the
-    most likely, where nothing else is asked for.
+    Add to a row what the target, of logits (1, ℓ + 1, V), says to its draft; how many tokens. `best` (1, ℓ + 1) are
+    the most likely, where nothing else is asked for.
     """
-    committed, best = 0, None if best is None else best[None]
+    committed = 0
     for token, scores in verify(row.text, row.draft, row.draft_scores, logits, row.logits_processor, do_sample, best):
         row.text = torch.cat([row.text, token], dim=-1)
         row.record.add(None, scores, logits, committed)

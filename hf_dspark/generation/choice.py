@@ -66,10 +66,13 @@ def choose(
     else:
         scores = over_vocabulary(drafter, logits.float())
         scores = torch.cat([process(text(i), scores[i : i + 1]) for i, process in enumerate(processors)])
-    allowed = scores.amax(-1).isfinite().tolist()
+    highest, token = scores.max(-1, keepdim=True)
+    allowed = highest[:, 0].isfinite().tolist()
     if not all(allowed):
-        scores = scores[torch.tensor(allowed, device=scores.device)]
-    token = draw(F.softmax(scores, dim=-1)) if do_sample else most_likely(scores)
+        kept = torch.tensor(allowed, device=scores.device)
+        scores, token = scores[kept], token[kept]
+    if do_sample:
+        token = draw(F.softmax(scores, dim=-1))
     if blind and (ids := drafter.draft_token_ids) is not None:
         token, scores = ids.to(token.device)[token], over_vocabulary(drafter, scores)
     return allowed, token, scores

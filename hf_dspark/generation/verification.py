@@ -31,25 +31,26 @@ def verify(
         input_ids: the committed sequence, (1, length).
         draft: the draft tokens, (1, ℓ).
         draft_scores: their scores (1, ℓ, V); the softmax is q. not needed when greedy or for an empty draft.
-        logits: the target's logits in float32, (1, ℓ + 1, V).
+        logits: the target's logits, (1, ℓ + 1, V), in float32 unless `best` is known.
         logits_processor: the processors and warpers of the request.
         do_sample: sample, or take the most likely token.
-        best: the most likely tokens (1, ℓ + 1) by the logits, if they are known, and all that is asked for.
+        best: the most likely tokens (1, ℓ + 1) by the logits, if they are known and no processor changes them.
 
     Yields:
         Each committed token (1, 1) with its processed scores (1, V).
     """
     for i in range(draft.shape[1] + 1):
         proposed = draft[:, i : i + 1]
-        scores = logits[:, i] if best is not None else logits_processor(input_ids, logits[:, i].clone())
         if best is not None:
-            token = best[:, i : i + 1]
-        elif not do_sample:
-            token = most_likely(scores)
-        elif proposed.numel():
-            token = _accept_or_replace(proposed, F.softmax(draft_scores[:, i], dim=-1), F.softmax(scores, dim=-1))
+            scores, token = logits[:, i], best[:, i : i + 1]
         else:
-            token = draw(F.softmax(scores, dim=-1))
+            scores = logits_processor(input_ids, logits[:, i].clone())
+            if not do_sample:
+                token = most_likely(scores)
+            elif proposed.numel():
+                token = _accept_or_replace(proposed, F.softmax(draft_scores[:, i], dim=-1), F.softmax(scores, dim=-1))
+            else:
+                token = draw(F.softmax(scores, dim=-1))
         yield token, scores
         if not torch.equal(token, proposed):
             return

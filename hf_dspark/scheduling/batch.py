@@ -60,13 +60,12 @@ class EachRow(BatchScheduler):
 
 def to_go(left: np.ndarray) -> float:
     """What a batch still takes: the most tokens that a row has `left` (R,), as a soft maximum."""
-    return float(left.max() + SPREAD * np.log(np.exp((left - left.max()) / SPREAD).sum()))
+    return float(SPREAD * np.logaddexp.reduce(left / SPREAD))
 
 
 def weights(left: np.ndarray) -> np.ndarray:
     """What a token of each row is worth, 1 on average: the slopes of [`to_go`], higher in rows that are behind."""
-    shares = np.exp((left - left.max()) / SPREAD)
-    return len(left) * shares / shares.sum()
+    return len(left) * np.exp((left - to_go(left)) / SPREAD)
 
 
 def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
@@ -157,8 +156,7 @@ class HardwareAwareBatch(BatchScheduler):
         left_out = self.length - int(most.max())
         fixed = costs.draft_without(rows=left_out, heads=left_out) + costs.overhead
         self._seconds = self._ledger.price * (fixed + np.array(costs.verify[: most.sum() + 1]))
-        error = min(costs.error, 1.0)
-        self._cautious = (1 - error) * self._seconds + error * self._seconds[-1]
+        self._cautious = costs.cautious(self._seconds)
         self._beyond = np.arange(self.length) >= most[:, None]
         self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
         self._last: np.ndarray | None = None  # confidences of the last slot

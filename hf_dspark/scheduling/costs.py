@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +33,11 @@ class RoundCosts:
     def draft_without(self, rows: int, heads: int) -> float:
         """What a draft takes whose blocks lack so many rows, and whose heads so many slots."""
         return max(self.draft - rows * self.row - heads * self.head, 0.0)
+
+    def cautious(self, seconds: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Times by length as far as they are certain: what a shorter draft saves counts less what these may be off."""
+        error = min(self.error, 1.0)
+        return (1 - error) * np.asarray(seconds) + error * seconds[-1]
 
     def in_proportion(self, rows: int) -> RoundCosts:
         """The costs for so many requests, where those for one are all that is known: each costs what one does."""

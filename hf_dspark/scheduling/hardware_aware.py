@@ -115,8 +115,7 @@ class HardwareAware(Scheduler):
         self._head = price * costs.head
         fixed = costs.draft_without(rows=self.length - width, heads=self.length) + costs.overhead
         self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
-        error = min(costs.error, 1.0)
-        self._cautious = [(1 - error) * t + error * self._seconds[-1] for t in self._seconds]
+        self._cautious = costs.cautious(self._seconds).tolist()
 
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:

@@ -85,17 +85,18 @@ class Ledger:
         """
         self._has_read = drafted and self._missed > COMPARED
         self._missed = 0 if drafted else self._missed + 1
-        against = math.log(slowness) - statistics.fmean(self._slowness or [math.log(slowness)])
+        pace = math.log(slowness)
+        against = pace - statistics.fmean(self._slowness) if self._slowness else 0.0
         if self._has_read:
             spent *= min(max(math.exp(against) / self.price, 1.0), DEAREST_READING)
-        elif self._slowness and drafted != self._kind:
-            cheapest, dearest = map(math.log, PRICES)
-            self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
-            self._slowness.clear()
-            self._soon *= 2
-        if not self._has_read:
+        else:
+            if self._slowness and drafted != self._kind:
+                cheapest, dearest = map(math.log, PRICES)
+                self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
+                self._slowness.clear()
+                self._soon *= 2
             self._kind = drafted
-            self._slowness.append(math.log(slowness))
+            self._slowness.append(pace)
         if drafted:
             self.credit += tokens - spent
             self._lent += loan
