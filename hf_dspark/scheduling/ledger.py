@@ -11,8 +11,7 @@ from .outlook import PRIOR, Average
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
 STAKE = 4  # plain rounds' worth of time that drafting may lose to begin with
 CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-COMPARING = 0.01  # share of the time that rounds without a draft, to compare with, may take longer than drafted ones
-FEWEST = 2  # drafted rounds before the first of these, and between any two
+FEWEST, MOST = 2, 32  # drafted rounds before the first round to compare with, and before any later one
 COMPARED = 4  # rounds of one kind, at most, that the next of the other is compared with
 DOUBT = 1  # comparisons that the profile weighs
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
@@ -28,7 +27,7 @@ class Ledger:
 
     What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
     drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
-    pay, single rounds without draft are inserted to learn it, soon at first, then by what they cost.
+    pay, single rounds without draft are inserted to learn it, each after twice as many drafted ones as the last.
 
     The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
     measure of the others, so another one follows it; but after a pause it is charged with its time.
@@ -42,12 +41,12 @@ class Ledger:
         self._speedup = Average(1.0, PRIOR)
         self._log_price = Average(0.0, DOUBT)
         self._drafted_in_a_row = 0
-        self._soon = float(FEWEST)  # at the latest, the next comparison comes after so many drafted rounds
+        self._enough = FEWEST  # of these, for the next comparison
         self.forgive()
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of past rounds against plain decoding's, at least 1."""
+        """Tokens per second of past rounds that drafted against plain decoding's, at least 1."""
         return max(self._speedup.value, 1.0)
 
     @property
@@ -67,9 +66,7 @@ class Ledger:
 
     def allows(self) -> bool:
         """Whether the round that begins may draft."""
-        lost = 1 - 1 / self.speedup  # by a round without a draft
-        enough = min(max(lost / COMPARING, FEWEST), self._soon)
-        compare = self._drafted_in_a_row >= enough and self.speedup < PRICES[1]
+        compare = self._drafted_in_a_row >= self._enough and self.speedup < PRICES[1]
         return self._has_read or (self.credit + self._lent >= 0 and not compare)
 
     def book(self, drafted: bool, tokens: float, spent: float, slowness: float, loan: float = 0.0) -> None:
@@ -94,15 +91,15 @@ class Ledger:
                 cheapest, dearest = map(math.log, PRICES)
                 self._log_price.add(min(max(against if drafted else -against, cheapest), dearest))
                 self._slowness.clear()
-                self._soon *= 2
+                self._enough = min(2 * self._enough, MOST)
             self._kind = drafted
             self._slowness.append(pace)
         if drafted:
             self.credit += tokens - spent
             self._lent += loan
             self._drafted_in_a_row += 1
+            self._speedup.add(tokens / spent, spent)
         else:
             self.credit += ALLOWANCE
             self._drafted_in_a_row = 0
         self.credit = min(self.credit, CREDIT)
-        self._speedup.add(tokens / spent, spent)

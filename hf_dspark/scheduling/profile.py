@@ -180,13 +180,13 @@ class Entry:
     def overhead_seconds(self, rows: int = 1) -> float:
         """What a round takes beyond the two, interpolated like [`verify_seconds`]."""
         known = {1: self.overhead} | {cell.rows: cell.overhead for cell in self.draft if cell.overhead is not None}
-        times = np.maximum.accumulate([known[measured].median for measured in sorted(known)])
+        times = _rising([known[measured].median for measured in sorted(known)])
         return float(_within(sorted(known), times, rows))
 
     def _by_rows(self, name: str, rows: int) -> float:
         """Of the draft cells' times, those of that name, which all of them have."""
         cells = sorted(self.draft, key=lambda cell: cell.rows)
-        times = np.maximum.accumulate([getattr(cell, name).median for cell in cells])
+        times = _rising([getattr(cell, name).median for cell in cells])
         return float(_within([cell.rows for cell in cells], times, rows))
 
     def _draft_shares(self, num_draft_tokens: int, rows: int) -> dict[str, float]:
@@ -228,14 +228,14 @@ class Entry:
 
     @cached_property
     def _times(self) -> np.ndarray:
-        """Times by depth, rows and width, rising along each; between widths that were measured, on a line."""
+        """Times by depth, rows and width, never falling along any; between widths that were measured, on a line."""
         times = np.empty((len(self.depths), len(self._rows), len(self._widths)))
         for (i, depth), (j, rows) in product(enumerate(self.depths), enumerate(self._rows)):
             cells = sorted(
                 (c for c in self.verify if (c.rows, c.depth) == (rows, depth)), key=lambda cell: cell.tokens
             )
             widths = [cell.tokens / rows for cell in cells]
-            times[i, j] = np.interp(self._widths, widths, [cell.time.median for cell in cells])
+            times[i, j] = np.interp(self._widths, widths, _rising([cell.time.median for cell in cells]))
         return _rising(times)
 
     def _curve(self, rows: int, depth: int) -> np.ndarray:
@@ -465,11 +465,24 @@ def _text(time: Timing) -> str:
     return f"p10 {time.p10}, median {time.median}, p90 {time.p90}"
 
 
-def _rising(table: np.ndarray) -> np.ndarray:
-    """The running maximum along every axis."""
+def _rising(table: np.ndarray | Sequence[float]) -> np.ndarray:
+    """What never falls along any axis: along each in turn, which keeps the order along the others."""
+    table = np.asarray(table)
     for axis in range(table.ndim):
-        table = np.maximum.accumulate(table, axis)
+        table = np.apply_along_axis(_isotonic, axis, table)
     return table
+
+
+def _isotonic(times: np.ndarray) -> np.ndarray:
+    """
+    The sequence that never falls and is nearest to `times`, by squares: each of its values is the largest, over where
+    a stretch around the place may begin, of the smallest, over where it may end, of the means of such stretches.
+    """
+    begins, ends = np.arange(len(times))[:, None], np.arange(len(times))
+    sums = np.append(0.0, times.cumsum())
+    means = np.where(begins <= ends, (sums[1:] - sums[:-1, None]) / np.maximum(ends + 1 - begins, 1), np.inf)
+    smallest = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+    return np.where(begins <= ends, smallest, -np.inf).max(axis=0)
 
 
 def _beyond(xs: Sequence[int], table: np.ndarray, x: float) -> np.ndarray:
