@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_dspark import trace
 from hf_dspark.generation.choice import choose, draw, most_likely, over_vocabulary
 
 
@@ -73,7 +74,8 @@ def test_tokens_that_the_drafter_lacks_make_no_difference(processor):
     drafter = tiny_drafter(target, draft_vocab_size=12)
     drafter.bind(target)
     logits, processors = 3 * torch.randn(5, 12), LogitsProcessorList([processor])
-    _, tokens, scores = choose(drafter, logits, [processors] * 5, lambda i: torch.empty(0), do_sample=False)
+    with trace(drafter, alternatives=1):
+        _, tokens, scores = choose(drafter, logits, [processors] * 5, lambda i: torch.empty(0), do_sample=False)
     whole = processors(torch.empty(0), over_vocabulary(drafter, logits))
     torch.testing.assert_close(scores, whole)
     assert torch.equal(tokens, whole.argmax(-1, keepdim=True))

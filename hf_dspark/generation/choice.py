@@ -58,7 +58,8 @@ def choose(
 
     Returns:
         Which rows have a token, for processors may forbid all; of these rows the token (n', 1), and the processed
-        scores (n', V), whose softmax it was drawn from.
+        scores (n', V), whose softmax it was drawn from. Where nothing is drawn, only a trace with alternatives reads
+        them; without one they may be over the draft vocabulary.
     """
     blind = all(isinstance(processor, BLIND) for processor in processors[0])
     if blind:  # the tokens that the drafter does not have make no difference to them
@@ -74,7 +75,9 @@ def choose(
     if do_sample:
         token = draw(F.softmax(scores, dim=-1))
     if blind and (ids := drafter.draft_token_ids) is not None:
-        token, scores = ids.to(token.device)[token], over_vocabulary(drafter, scores)
+        token = ids.to(token.device)[token]
+        if do_sample or drafter.alternatives:
+            scores = over_vocabulary(drafter, scores)
     return allowed, token, scores
 
 

@@ -146,8 +146,10 @@ class HardwareAwareBatch(BatchScheduler):
         if self._drafting:
             row = costs.row + (0.0 if self.do_sample else costs.head)  # greedy, the heads come to all of them
             cost = self._rate * self._ledger.price * row / rows
-            most = np.minimum(most, self._width.choose(most.max(), cost))
-            self._begin(most)
+            width = self._width.choose(int(most.max()), cost)
+            if width < most.max():
+                most = np.minimum(most, width)
+                self._begin(most)
         return most.tolist() if self._drafting else [0] * rows
 
     def _begin(self, most: np.ndarray) -> None:

@@ -71,4 +71,4 @@ class Outlook:
 
 
 def _mean(value: Value) -> float:
-    return float(value.mean()) if isinstance(value, np.ndarray) else value
+    return float(np.add.reduce(value)) / len(value) if isinstance(value, np.ndarray) else value  # faster than `mean`
