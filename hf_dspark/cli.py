@@ -380,6 +380,9 @@ def profile(
     rows: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences at once, besides one; may be repeated (default: 2, 4).")
     ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="How long what is uncertain may be repeated; on a busy machine, more helps.")
+    ] = 60,
     plot: Annotated[Path | None, typer.Option(help="Draw rounds per second into this image file.")] = None,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -399,10 +402,10 @@ def profile(
     output, known = profile_file(drafter, output)
     model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
-        with rich.get_console().status("Measuring, a minute or two ..."):
+        with rich.get_console().status(f"Measuring, a minute and {seconds:.0f} s at most ..."):
             texts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
             together = sorted({1, *rows}) if rows else profiler.ROWS
-            entry = profiler.profile(model, draft_model, texts, together)
+            entry = profiler.profile(model, draft_model, texts, together, seconds=seconds)
         kept = known or draft_model.hardware_profile or HardwareProfile()
         kept.add(entry)
         written = kept.save(output)
