@@ -225,7 +225,7 @@ def test_rows_that_are_behind_get_more():
     confidences = [[0.7] * 5] * 2
     _, even = decide(scheduler, confidences, False, rooms=[100, 100])
     scheduler.observe(even, [0, 0], 1.0)
-    _, counts = decide(scheduler, confidences, False, rooms=[99, 92])
+    _, counts = decide(scheduler, confidences, False, rooms=[60, 40])
     assert even[0] == even[1] and counts[0] > counts[1]
 
 

@@ -12,7 +12,7 @@ from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
 
-SPREAD = 8.0  # tokens that rows may lie apart almost as if they did not
+SPREAD = 0.2  # of what the last row has left: so far apart, rows still count almost the same
 
 
 class BatchScheduler:
@@ -58,14 +58,14 @@ class EachRow(BatchScheduler):
         return [self.scheduler.keep(count) for count in drafted]
 
 
-def to_go(left: np.ndarray) -> float:
-    """What a batch still takes: the most tokens that a row has `left` (R,), as a soft maximum."""
-    return float(SPREAD * np.logaddexp.reduce(left / SPREAD))
+def to_go(left: np.ndarray, spread: float) -> float:
+    """What a batch still takes: the most tokens that a row has `left` (R,), as a soft maximum of that `spread`."""
+    return float(spread * np.logaddexp.reduce(left / spread))
 
 
-def weights(left: np.ndarray) -> np.ndarray:
+def weights(left: np.ndarray, spread: float) -> np.ndarray:
     """What a token of each row is worth, 1 on average: the slopes of [`to_go`], higher in rows that are behind."""
-    return len(left) * np.exp((left - to_go(left)) / SPREAD)
+    return len(left) * np.exp((left - to_go(left, spread)) / spread)
 
 
 def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
@@ -94,10 +94,10 @@ class HardwareAwareBatch(BatchScheduler):
 
     The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where t is the time of the common round and τ the
     tokens of all rows. What a caller waits for is the last row, so tokens of rows that are behind count for more, by
-    [`weights`]. Greedy, all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and cut at the
-    optimum. Sampling, the optimum is looked for at every slot, with the confidences of all rows up to there and those
-    of later slots as expected; a row drafts on if its token is part of it. As rows compete for the same time, the more
-    there are, the less of each is verified.
+    [`weights`], and the more so towards the end. Greedy, all blocks are drafted, as far as their rows were worth it by
+    [`BlockWidth`], and cut at the optimum. Sampling, the optimum is looked for at every slot, with the confidences of
+    all rows up to there and those of later slots as expected; a row drafts on if its token is part of it. As rows
+    compete for the same time, the more there are, the less of each is verified.
 
     Args:
         costs: what the parts of a round take, by the number of rows.
@@ -130,7 +130,8 @@ class HardwareAwareBatch(BatchScheduler):
         rows, costs = len(rooms), self.costs(len(rooms))
         most = np.minimum(rooms, self.length)
         self._left = np.array(rooms) + 1.0
-        self._weights = weights(self._left)
+        self._spread = 1 + SPREAD * self._left.max()
+        self._weights = weights(self._left, self._spread)
         self._plain = costs.overhead + costs.verify[0]
         self._rate = self._ledger.speedup * rows / self._plain
         self._begin(most)
@@ -202,7 +203,7 @@ class HardwareAwareBatch(BatchScheduler):
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
         after = self._left - 1 - right
         progress = self._left.max() - after.max()  # 1 without drafts, and so is that of all rows
-        loan = to_go(self._left) - to_go(after) - progress
+        loan = to_go(self._left, self._spread) - to_go(after, self._spread) - progress
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
         self._ledger.book(self._drafting, progress, spent / self._plain, slowness, loan)
 

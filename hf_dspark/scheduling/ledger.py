@@ -11,7 +11,7 @@ from .outlook import PRIOR, Average
 ALLOWANCE = 0.02  # share of plain decoding's time that drafting may lose for good
 STAKE = 4  # plain rounds' worth of time that drafting may lose to begin with
 CREDIT = 16  # most plain rounds' worth of time that drafting, having paid, may lose before it pauses
-FEWEST, MOST = 2, 32  # drafted rounds before the first round to compare with, and before any later one
+FEWEST, MOST = 2, 32  # drafted rounds before the first round to compare with, and before any other at most
 COMPARED = 4  # rounds of one kind, at most, that the next of the other is compared with
 DOUBT = 1  # comparisons that the profile weighs
 PRICES = (0.5, 2.0)  # how far measured times may correct the profile
@@ -27,7 +27,7 @@ class Ledger:
 
     What drafted rounds cost against plain ones is corrected by what is measured, by one factor within `PRICES` from
     drafted and plain rounds that followed each other; where an error of the profile might hide that drafting does not
-    pay, single rounds without draft are inserted to learn it, each after twice as many drafted ones as the last.
+    pay, single rounds without draft are inserted to learn it, after more and more drafted ones.
 
     The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
     measure of the others, so another one follows it; but after a pause it is charged with its time.
