@@ -1,7 +1,7 @@
 """
 Ways of deciding how much of a draft is verified, side by side in real generation: every prompt is answered by each in
 turn. The best fixed length and the best threshold are found afterwards (nobody could have known), hardware-aware was
-told nothing.
+told nothing. Beside what was measured stands what the same rounds take by the profile, as machines have neighbours.
 
     python tests/benchmarks/schedulers.py gsm8k.jsonl humaneval.jsonl [--target FOLDER] [--limit 4] [--load]
 """
@@ -105,13 +105,30 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def rates(answers: dict[str, list[Answer]], do_sample: bool) -> dict[str, tuple[float, float]]:
-    """Tokens per second by way of decoding, and times those of plain decoding."""
-    speeds = {name: speed(of_way, answers["plain"], do_sample) for name, of_way in answers.items()}
-    found = {name: (one.tokens_per_second, one.speedup) for name, one in speeds.items()}
+def by_costs(answers: list[Answer], costs: RoundCosts) -> float:
+    """Tokens per second if every part of a round took what the costs say, which knows no noise."""
+    seconds = 0.0
+    for one in answers:
+        if not one.rounds:
+            seconds += len(one.tokens) * (costs.verify[0] + costs.overhead)
+        for a_round in one.rounds:
+            slots = max(len(a_round.confidence), len(a_round.draft))
+            left_out = len(costs.verify) - 1 - slots
+            seconds += costs.verify[len(a_round.draft)] + costs.overhead
+            seconds += costs.draft_without(left_out, left_out) if slots else 0.0
+    return sum(len(one.tokens) for one in answers) / seconds
+
+
+def rates(answers: dict[str, list[Answer]], do_sample: bool, costs: RoundCosts) -> dict[str, tuple[float, ...]]:
+    """By way of decoding: tokens per second; that, and that by the costs, times plain decoding's."""
+    found = {}
+    for name, of_way in answers.items():
+        measured = speed(of_way, answers["plain"], do_sample)
+        modelled = by_costs(of_way, costs) / by_costs(answers["plain"], costs)
+        found[name] = measured.tokens_per_second, measured.speedup, modelled
     for oracle in ("fixed", "threshold"):
         if candidates := {name: rate for name, rate in found.items() if name.startswith(f"{oracle} ")}:
-            best = max(candidates, key=lambda name: candidates[name][1])
+            best = max(candidates, key=lambda name: candidates[name][-1])
             found[f"best {oracle}, {best.removeprefix(oracle).strip()}"] = candidates[best]
     return {name: rate for name, rate in found.items() if name.split()[0] not in ("fixed", "threshold")} | {
         "whole blocks": found[max(name for name in found if name.startswith("fixed"))]
@@ -138,9 +155,10 @@ def main(
         for name, conversations in read_sets(prompts, limit).items():
             for regime, sampling in (("greedy", GREEDY), ("sampled", SAMPLE)):
                 answers = side_by_side(partial(respond, **sampling), variants, conversations, 0, lambda: None)
-                table = Table("way", "tokens/s", "× plain", title=f"{name}, {regime}{', loaded' if load else ''}")
-                for way, (rate, speedup) in rates(answers, sampling["do_sample"]).items():
-                    table.add_row(way, f"{rate:.1f}", f"{speedup:.2f}")
+                title = f"{name}, {regime}{', loaded' if load else ''}"
+                table = Table("way", "tokens/s", "× plain", "by the profile", title=title)
+                for way, found in rates(answers, sampling["do_sample"], loaded_drafter.round_costs).items():
+                    table.add_row(way, f"{found[0]:.1f}", *(f"{times:.2f}" for times in found[1:]))
                 console.print(table)
 
 
