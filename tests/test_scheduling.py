@@ -380,6 +380,14 @@ def test_measured_times_correct_the_profile():
     assert scheduler.price < 0.75
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rounds_to_compare_with_become_rare_even_where_drafts_gain_little(do_sample):
+    costs = RoundCosts(draft=0.4, verify=(1.0, 1.01, 1.02, 1.03, 1.04))
+    rounds = play(HardwareAware(costs, 4, do_sample), costs, lambda r: r % 2, 600, [0.5, 0.1, 0.1, 0.1], noise=0.05)
+    assert sum(limit == 0 for *_, limit in rounds[:30]) >= 2, "soon at first"
+    assert sum(limit == 0 for *_, limit in rounds[100:]) <= 500 / 25
+
+
 def test_load_that_slows_everything_changes_nothing():
     costs = RoundCosts(draft=0.3, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
     loaded = RoundCosts(draft=0.9, verify=tuple(3 * t for t in costs.verify))
