@@ -402,7 +402,7 @@ def profile(
     output, known = profile_file(drafter, output)
     model, tokenizer, draft_model = load_both(target, drafter, dtype_of_both)
     try:
-        with rich.get_console().status(f"Measuring, a minute and {seconds:.0f} s at most ..."):
+        with rich.get_console().status("Measuring, a minute or more ..."):
             texts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
             together = sorted({1, *rows}) if rows else profiler.ROWS
             entry = profiler.profile(model, draft_model, texts, together, seconds=seconds)
