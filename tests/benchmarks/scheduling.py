@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dspark.scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch
+from hf_dspark.scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch, allot
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.experience import Experience
 from hf_dspark.scheduling.hardware_aware import HardwareAware, gains
@@ -183,11 +183,11 @@ def batch_costs(curve: str, requests: int) -> RoundCosts:
 
 
 class Ranked(BatchScheduler):
-    """Verifies the likeliest tokens of all rows, as many as a rule says, given E[τ] and seconds by their number."""
+    """Verifies what a rule allots to the rows, given survivals (R, slots) and seconds by the number of tokens."""
 
     reads_confidence = True
 
-    def __init__(self, costs: Callable[[int], RoundCosts], rule: Callable[[np.ndarray, np.ndarray], int]):
+    def __init__(self, costs: Callable[[int], RoundCosts], rule: Callable[[np.ndarray, np.ndarray], np.ndarray]):
         self.costs, self.rule = costs, rule
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
@@ -200,22 +200,18 @@ class Ranked(BatchScheduler):
         return [True] * len(rows)
 
     def keep(self, drafted: Sequence[int]) -> list[int]:
-        order = np.argsort(-self._survivals, axis=None)[: sum(drafted)]
-        tokens = len(drafted) + np.append(0.0, self._survivals.ravel()[order].cumsum())
         costs = self.costs(len(drafted))
-        budget = self.rule(tokens, costs.draft + np.array(costs.verify[: len(tokens)]))
-        return np.bincount(order[:budget] // LENGTH, minlength=len(drafted)).tolist()
+        return self.rule(self._survivals, costs.draft + np.array(costs.verify)).tolist()
 
 
-def until_it_falls(tokens: np.ndarray, seconds: np.ndarray) -> int:
+def until_it_falls(survivals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The early stop of the paper's algorithm 1."""
-    falls = np.diff(tokens / seconds) <= 0
-    return int(falls.argmax()) if falls.any() else len(falls)
-
-
-def most_beyond(rate: float, tokens: np.ndarray, seconds: np.ndarray) -> int:
-    """The budget that maximises E[τ] - λ·t, for every row alike."""
-    return int((tokens - rate * seconds).argmax())
+    rows, slots = survivals.shape
+    ranked = np.argsort(-survivals, axis=None)[: np.count_nonzero(survivals >= 0)]
+    tokens = rows + np.append(0.0, survivals.ravel()[ranked].cumsum())
+    falls = np.diff(tokens / seconds[: len(tokens)]) <= 0
+    budget = int(falls.argmax()) if falls.any() else len(falls)
+    return np.bincount(ranked[:budget] // slots, minlength=rows)
 
 
 def play_batch(scheduler: BatchScheduler, texts: Sequence[list[Round]], costs: Callable[[int], RoundCosts]) -> float:
@@ -256,7 +252,7 @@ def batch_rates(curve: str, requests: int, seed: int) -> dict[str, float]:
     rates["early stop"] = rate(lambda: Ranked(costs, until_it_falls))
     rates["hardware-aware"] = rate(lambda: HardwareAwareBatch(costs, LENGTH, do_sample=False, experience=experience))
     for _ in range(5):  # the λ that this leads to
-        best = max(best, rate(partial(Ranked, costs, partial(most_beyond, best))))
+        best = max(best, rate(partial(Ranked, costs, partial(allot, rate=best))))
     return rates | {"best budget": best}
 
 
