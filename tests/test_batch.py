@@ -16,7 +16,9 @@ from hf_dspark import DSparkModel, trace
 from hf_dspark.compat import CACHE
 from hf_dspark.generation import batch_drafter
 from hf_dspark.generation.ragged_cache import RaggedCache
+from hf_dspark.scheduling.batch import EachRow
 from hf_dspark.scheduling.costs import RoundCosts
+from hf_dspark.scheduling.schedulers import FixedLength
 
 PAD = 2
 
@@ -165,6 +167,36 @@ def test_rows_end_where_their_text_ends():
         check(target, inputs, accuracy=0.9, eos_token_id=[eos, free[row - 1, 5].item()])
         plain, _ = check(target, inputs, accuracy=0.9, eos_token_id=eos, min_new_tokens=place + 2)
     assert (plain == PAD).any()
+
+
+class FollowsRows(EachRow):
+    """Expects every row to have the room that its last round left it, whichever rows have left since."""
+
+    def __init__(self):
+        super().__init__(FixedLength(3))
+        self.rooms, self.left = None, 0
+
+    def limits(self, rooms):
+        assert self.rooms in (None, list(rooms))
+        self.rooms = list(rooms)
+        return super().limits(rooms)
+
+    def observe(self, verified, accepted, seconds):
+        self.rooms = [room - 1 - count for room, count in zip(self.rooms, accepted)]
+
+    def select(self, rows):
+        self.rooms = self.rooms and [self.rooms[row] for row in rows]
+        self.left += 1
+
+
+def test_schedulers_are_told_which_rows_stay(monkeypatch):
+    scheduler = FollowsRows()
+    monkeypatch.setattr("hf_dspark.generation.batched_decoding.batch_scheduler_of", lambda *_, **__: scheduler)
+    target, inputs = tiny_target("llama"), batch(6, 11, 3, 8)
+    free = target.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=PAD)[:, 11:]
+    ends = [free[1, 0], free[0, 6], free[2, 6]]  # the first before anything is drafted
+    check(target, inputs, accuracy=0.7, eos_token_id=[int(token) for token in ends])
+    assert scheduler.left > 1
 
 
 PROCESSORS = {
@@ -441,6 +473,9 @@ def test_hardware_aware_greedy(confidence):
     inputs = batch(6, 3, 9)
     arguments = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
     plain = target.generate(**inputs, **arguments)
+    arguments["eos_token_id"] = plain[1, 9].item()  # with which a text ends before anything is drafted
+    plain = target.generate(**inputs, **arguments)
+    assert (plain[1, 10:] == PAD).all()
     for curve, costs in {
         "never": RoundCosts(draft=9.0, verify=(1.0,) * 6),
         "linear": RoundCosts(draft=0.1, verify=(1.0, 1.3, 1.6, 1.9, 2.2, 2.5)),

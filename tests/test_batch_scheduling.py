@@ -193,7 +193,9 @@ def play(scheduler, rows: int, length: int, accuracy: float, costs=linear) -> tu
         scheduler.observe(counts, accepted, spent)
         lengths += counts
         seconds += spent
-        left = [tokens - 1 - more for tokens, more in zip(left, accepted, strict=True) if tokens > 1 + more]
+        left = [tokens - 1 - more for tokens, more in zip(left, accepted, strict=True)]
+        scheduler.select([row for row, tokens in enumerate(left) if tokens > 0])
+        left = [tokens for tokens in left if tokens > 0]
     return sum(lengths) / len(lengths), rows * length / seconds
 
 
@@ -238,8 +240,27 @@ def test_batches_that_gain_only_for_some_rows_lose_three_percent_at_most():
             accepted = [0 if row == 0 else min(2, count) for row, count in enumerate(counts)]
             spent = costs.verify[sum(counts)] + (costs.draft if any(limits) else 0)
             scheduler.observe(counts, accepted, spent)
-            left, seconds = (left - 1 - accepted)[left > 1 + np.array(accepted)], seconds + spent
+            staying = np.flatnonzero(left > 1 + np.array(accepted))
+            scheduler.select(staying.tolist())
+            left, seconds = (left - 1 - accepted)[staying], seconds + spent
     assert seconds < 1.03 * 20 * 60
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_confidences_of_a_text_are_worth_is_its_own(do_sample):
+    """All have the same confidences; those of one text are right, and nothing comes of the others', wherever it is."""
+    costs = RoundCosts(draft=0.3, verify=tuple(1 + 0.1 * n for n in range(16)))
+    scheduler, texts = HardwareAwareBatch(lambda rows: costs, 5, do_sample), ["right", "wrong", "wrong"]
+    for _ in range(60):
+        _, counts = decide(scheduler, [[0.6] * 5] * 3, do_sample)
+        scheduler.observe(counts, [count * (text == "right") for count, text in zip(counts, texts, strict=True)], 1.5)
+    scheduler.select([2, 0])
+    while True:
+        limits, (wrong, right) = decide(scheduler, [[0.6] * 5] * 2, do_sample)
+        if any(limits):  # no round to compare with
+            break
+        scheduler.observe([0, 0], [0, 0], 1.0)
+    assert right >= wrong + 3
 
 
 def test_rows_of_blocks_without_confidences():

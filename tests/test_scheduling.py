@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 
 import pytest
@@ -191,7 +192,7 @@ def play(
 
 def settled(scheduler: HardwareAware, accepted: int) -> HardwareAware:
     """After a while in which so many tokens of each draft were right, as was foreseen."""
-    sure = [1.0 if k < accepted else 0.1 for k in range(scheduler.length)]
+    sure = [1.0 if k < accepted else 0.01 for k in range(scheduler.length)]
     play(scheduler, scheduler.costs, lambda _: accepted, 100, sure)
     return scheduler
 
@@ -231,6 +232,27 @@ def test_greedy_sees_what_sampling_may_not():
     assert draft_length(settled(HardwareAware(cliff, 4, do_sample=True), 4), doubtful_late) >= 2
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("bias", [-2.0, 2.0])
+def test_confidences_far_from_true_cost_little(do_sample, bias):
+    """Where what a text's drafts are like contradicts the confidences, the text is right."""
+    costs = RoundCosts(draft=0.25, verify=tuple(1 + 0.04 * n for n in range(7)))
+
+    def rate(bias: float) -> float:
+        scheduler, draw, tokens, seconds = HardwareAware(costs, 6, do_sample), random.Random(0), 0, 0.0
+        for _ in range(400):
+            logits = [draw.gauss(0.8, 1.5) for _ in range(6)]
+            right = [draw.random() < 1 / (1 + math.exp(-logit)) for logit in logits]
+            limit, count = decide(scheduler, [1 / (1 + math.exp(-logit - bias)) for logit in logits], do_sample)
+            accepted = min(count, [*right, False].index(False))
+            spent = costs.verify[count] + (costs.draft if limit else 0)
+            scheduler.observe(count, accepted, spent)
+            tokens, seconds = tokens + 1 + accepted, seconds + spent
+        return tokens / seconds
+
+    assert rate(bias) > 0.97 * rate(0.0)
+
+
 def test_noisy_savings_are_no_reason_to_cut():
     steady = RoundCosts(draft=0.2, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
     noisy = RoundCosts(draft=0.2, verify=steady.verify, error=0.9)
@@ -244,7 +266,7 @@ def test_rows_of_a_block_are_computed_as_far_as_they_are_worth_it(do_sample):
     """All of them now and then, so that it shows when they are worth it again."""
     costs = RoundCosts(draft=0.7, verify=(1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06), row=0.08)
     scheduler = HardwareAware(costs, 6, do_sample)
-    short = play(scheduler, costs, lambda _: 2, 200, [0.95, 0.9, 0.1, 0.1, 0.1, 0.1])
+    short = play(scheduler, costs, lambda _: 2, 200, [0.99, 0.98, 0.01, 0.01, 0.01, 0.01])
     limits = [limit for *_, limit in short[100:] if limit]
     assert sorted(set(limits)) == [2, 6] and limits.count(6) < len(limits) / 10
     long = play(scheduler, costs, lambda _: 6, 500, [0.95] * 6)

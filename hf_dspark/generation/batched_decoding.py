@@ -132,6 +132,7 @@ def batched_decoding(
                 batch = [batch[i] for i in staying]
                 cache.select(staying)
                 context.select(staying)
+                scheduler.select(staying)
 
             # Draft, and ask the target about all drafts in one forward.
             generator.draft(batch)

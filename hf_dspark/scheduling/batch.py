@@ -11,8 +11,9 @@ from .costs import RoundCosts
 from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
+from .text_bias import TextBias
 
-SPREAD = 0.2  # of what the last row has left: so far apart, rows still count almost the same
+SPREAD = 0.4  # of what the last row has left: so far apart, rows still count almost the same
 
 
 class BatchScheduler:
@@ -39,6 +40,9 @@ class BatchScheduler:
 
     def observe(self, verified: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         """Learn how the round ended, for each row and in all."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these of the rows only, by their numbers, in this order; some may have left before any draft."""
 
 
 class EachRow(BatchScheduler):
@@ -94,10 +98,11 @@ class HardwareAwareBatch(BatchScheduler):
 
     The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where t is the time of the common round and τ the
     tokens of all rows. What a caller waits for is the last row, so tokens of rows that are behind count for more, by
-    [`weights`], and the more so towards the end. Greedy, all blocks are drafted, as far as their rows were worth it by
-    [`BlockWidth`], and cut at the optimum. Sampling, the optimum is looked for at every slot, with the confidences of
-    all rows up to there and those of later slots as expected; a row drafts on if its token is part of it. As rows
-    compete for the same time, the more there are, the less of each is verified.
+    [`weights`], and the more so towards the end; λ is in tokens that count so. Each text has a [`TextBias`]. Greedy,
+    all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and cut at the optimum. Sampling, the
+    optimum is looked for at every slot, with the confidences of all rows up to there and those of later slots as
+    expected; a row drafts on if its token is part of it. As rows compete for the same time, the more there are, the
+    less of each is verified.
 
     Args:
         costs: what the parts of a round take, by the number of rows.
@@ -125,15 +130,17 @@ class HardwareAwareBatch(BatchScheduler):
         experience = experience or Experience(length)
         experience.begin_request()
         self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
+        self._bias: TextBias | None = None  # nothing drafted yet
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         rows, costs = len(rooms), self.costs(len(rooms))
         most = np.minimum(rooms, self.length)
+        self._bias = self._bias or TextBias(rows)
         self._left = np.array(rooms) + 1.0
         self._spread = 1 + SPREAD * self._left.max()
         self._weights = weights(self._left, self._spread)
         self._plain = costs.overhead + costs.verify[0]
-        self._rate = self._ledger.speedup * rows / self._plain
+        self._rate = self._ledger.rate * rows / self._plain
         self._begin(most)
         self._drafting = bool(most.any()) and self._ledger.allows()
         if self._drafting:
@@ -162,7 +169,7 @@ class HardwareAwareBatch(BatchScheduler):
         self._cautious = costs.cautious(self._seconds)
         self._beyond = np.arange(self.length) >= most[:, None]
         self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
-        self._last: np.ndarray | None = None  # confidences of the last slot
+        self._likely = np.zeros(self._values.shape)  # to be accepted, if those before it are
         self._unpredicted: list[int] = []
         self._admitted = 0
 
@@ -170,13 +177,11 @@ class HardwareAwareBatch(BatchScheduler):
         index = np.array(rows)
         if confidences[0] is None:
             self._unpredicted.append(slot)
-            values = np.full(len(index), self._outlook.mean(slot))
+            values = self._bias.correct(index, [self._outlook.mean(slot)] * len(index))
         else:
-            values = np.array(confidences)
-            before = None if self._last is None else self._last[index]
-            self._outlook.learn(slot, values, before)
-        self._last = np.zeros(len(self._values))
-        self._last[index] = values
+            values = self._bias.correct(index, confidences)
+            self._outlook.learn(slot, values, self._likely[index, slot - 1] if slot else None)
+        self._likely[index, slot] = values
         here = values * (self._values[index, slot - 1] if slot else self._weights[index])
         self._values[index, slot] = here
         if not self.do_sample:
@@ -194,18 +199,26 @@ class HardwareAwareBatch(BatchScheduler):
 
     def observe(self, verified: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         lengths, right = np.array(verified), np.array(accepted)
-        for slot in self._unpredicted:
-            reached = (lengths > slot) & (right >= slot)
-            if reached.any():
-                self._outlook.learn(slot, (right[reached] > slot).astype(float))
+        for slot in range(lengths.max()):
+            reached = np.flatnonzero((lengths > slot) & (right >= slot))
+            if not len(reached):
+                break
+            good = (right[reached] > slot).astype(float)
+            self._bias.learn(reached, self._likely[reached, slot], good)
+            if slot in self._unpredicted:
+                self._outlook.learn(slot, good)
         if self._drafting:
             self._learn_width(lengths)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
         after = self._left - 1 - right
         progress = self._left.max() - after.max()  # 1 without drafts, and so is that of all rows
-        loan = to_go(self._left, self._spread) - to_go(after, self._spread) - progress
+        worth = to_go(self._left, self._spread) - to_go(after, self._spread)
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
-        self._ledger.book(self._drafting, progress, spent / self._plain, slowness, loan)
+        self._ledger.book(self._drafting, progress, spent / self._plain, slowness, worth)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._bias is not None:
+            self._bias.select(rows)
 
     def _learn_width(self, lengths: np.ndarray) -> None:
         """What slots brought, where tokens share the time that all took; those behind the last row might have."""
@@ -213,6 +226,6 @@ class HardwareAwareBatch(BatchScheduler):
         price = self._rate * (self._seconds[total] - self._seconds[0]) / max(total, 1)
         brought = np.where(slots < lengths[:, None], self._values - price, 0.0)
         if width < self.length and (whole := lengths == width).any():
-            later = self._outlook.after_each(width - 1, self._last[whole]).cumprod(1)
+            later = self._outlook.after_each(width - 1, self._likely[whole, width - 1]).cumprod(1)
             brought[whole, width:] = (later * self._values[whole, width - 1 : width] - price).clip(0)
         self._width.learn(brought.mean(0).tolist())

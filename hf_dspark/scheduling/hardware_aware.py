@@ -11,6 +11,7 @@ import numpy as np
 from .costs import RoundCosts
 from .experience import Experience
 from .schedulers import Scheduler
+from .text_bias import TextBias
 
 
 def gains(probabilities: Sequence[float], seconds: Sequence[float], rate: float) -> list[float]:
@@ -53,8 +54,9 @@ class HardwareAware(Scheduler):
     any other round. A draft ends where stopping beats every longer draft, with c_1..c_k known and later confidences
     as past rounds let expect them; so the rule sees beyond a step in the costs, yet, sampling, depends on nothing that
     depends on x_k. Greedy, drafting on costs the time of the heads alone, for what was drafted is cut at the optimum.
-    A drafter without confidence head has its past acceptance by slot for confidences. Time that a cut saves counts
-    less what measured times may be off. Of the block no more rows are computed than were worth it, by [`BlockWidth`].
+    Confidences are corrected by a [`TextBias`]; a drafter without confidence head has its past acceptance by slot for
+    them. Time that a cut saves counts less what measured times may be off. Of the block no more rows are computed than
+    were worth it, by [`BlockWidth`].
 
     Drafting has to pay for itself, by a [`Ledger`]; so by these times generation takes longer than plain decoding by
     its allowance at most, and a few rounds. Times are the profile's: load that slows everything alike scales λ down
@@ -81,12 +83,13 @@ class HardwareAware(Scheduler):
         experience = experience or Experience(length)
         experience.begin_request()
         self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
+        self._bias = TextBias(1)
         self.limit(0)
 
     @property
     def rate(self) -> float:
         """λ: tokens per second of past rounds, and what plain decoding has at least."""
-        return self._ledger.speedup / self.plain
+        return self._ledger.rate / self.plain
 
     @property
     def price(self) -> float:
@@ -120,13 +123,14 @@ class HardwareAware(Scheduler):
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:
             self._unpredicted.append(slot)
-            confidence = self._outlook.mean(slot)
+            probability = float(self._bias.correct(0, self._outlook.mean(slot)))
         else:
-            self._outlook.learn(slot, confidence, self._probabilities[-1] if slot else None)
-        self._probabilities.append(confidence)
+            probability = float(self._bias.correct(0, confidence))
+            self._outlook.learn(slot, probability, self._probabilities[-1] if slot else None)
+        self._probabilities.append(probability)
         if not (self.do_sample or self._head):
             return True  # for nothing
-        expected = self._probabilities + self._outlook.after(slot, confidence)
+        expected = self._probabilities + self._outlook.after(slot, probability)
         values = gains(expected, self._cautious, self.rate)
         stopping = values[slot] if self.do_sample else max(self._if_cut(values, slot))
         return max(values[slot + 1 :]) >= stopping
@@ -142,8 +146,10 @@ class HardwareAware(Scheduler):
         return [value - self.rate * self._head * (drafted - n) for n, value in enumerate(values[: drafted + 1])]
 
     def observe(self, verified: int, accepted: int, seconds: float) -> None:
-        for slot in self._unpredicted[: min(verified, accepted + 1)]:
-            self._outlook.learn(slot, slot < accepted)
+        for slot in range(min(verified, accepted + 1)):
+            self._bias.learn(0, self._probabilities[slot], slot < accepted)
+            if slot in self._unpredicted:
+                self._outlook.learn(slot, slot < accepted)
         if self._drafting:
             self._learn_width(verified)
         spent = self._seconds[verified] + self._head * self._cut if self._drafting else self.plain

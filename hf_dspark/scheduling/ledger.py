@@ -32,13 +32,14 @@ class Ledger:
     The first draft behind a prompt, or after a pause, takes longer, as the drafter reads what it has missed. It is no
     measure of the others, so another one follows it; but after a pause it is charged with its time.
 
-    A batch takes as long as its last row, so its tokens are those that count. What the other rows gain is lent until
-    the batch has ended, for any row may be the last by then.
+    A batch takes as long as its last row, so its tokens are those that count. What the other rows gain, for as much as
+    it is worth, is lent until the batch has ended, for any row may be the last by then.
     """
 
     def __init__(self):
         self.credit = float(STAKE)
-        self._speedup = Average(1.0, PRIOR)
+        self._speedup = Average(1.0, PRIOR)  # of the last row's tokens
+        self._rate = Average(1.0, PRIOR)  # of all rows' for as much as they are worth
         self._log_price = Average(0.0, DOUBT)
         self._drafted_in_a_row = 0
         self._enough = FEWEST  # of these, for the next comparison
@@ -48,6 +49,11 @@ class Ledger:
     def speedup(self) -> float:
         """Tokens per second of past rounds that drafted against plain decoding's, at least 1."""
         return max(self._speedup.value, 1.0)
+
+    @property
+    def rate(self) -> float:
+        """The same of all rows, where tokens count for what they are worth: λ, in tokens a plain round."""
+        return max(self._rate.value, 1.0)
 
     @property
     def price(self) -> float:
@@ -69,7 +75,7 @@ class Ledger:
         compare = self._drafted_in_a_row >= self._enough and self.speedup < PRICES[1]
         return self._has_read or (self.credit + self._lent >= 0 and not compare)
 
-    def book(self, drafted: bool, tokens: float, spent: float, slowness: float, loan: float = 0.0) -> None:
+    def book(self, drafted: bool, tokens: float, spent: float, slowness: float, worth: float | None = None) -> None:
         """
         Take in a round.
 
@@ -78,8 +84,9 @@ class Ledger:
             tokens: committed tokens, of the last row if there are several.
             spent: its time by the costs, with the price.
             slowness: its measured time, against that of the costs without the price.
-            loan: what the progress of the other rows counts for until the request ends.
+            worth: what those of all rows are worth to it, if there are several.
         """
+        worth = tokens if worth is None else worth
         self._has_read = drafted and self._missed > COMPARED
         self._missed = 0 if drafted else self._missed + 1
         pace = math.log(slowness)
@@ -96,9 +103,10 @@ class Ledger:
             self._slowness.append(pace)
         if drafted:
             self.credit += tokens - spent
-            self._lent += loan
+            self._lent += worth - tokens
             self._drafted_in_a_row += 1
             self._speedup.add(tokens / spent, spent)
+            self._rate.add(worth / spent, spent)
         else:
             self.credit += ALLOWANCE
             self._drafted_in_a_row = 0

@@ -5,7 +5,8 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
 
 Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all
 requests against those of each) and `load.png` (tokens verified a request and round against R). For every R, the ways
-of decoding run right after one another, in an order that changes; times are medians.
+of decoding run right after one another, in an order that changes; times are medians. Beside what was measured stands
+what the same rounds take by the profile, as machines have neighbours.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 import typer
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from modelled import modelled_seconds, watched_drafts
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_dspark import DSparkModel, trace
 from hf_dspark.evaluation.plots import MARKERS, STYLE
-from hf_dspark.generation.profiler import profile
+from hf_dspark.generation.profiler import costs_by_rows, ensure_costs, profile
 from hf_dspark.scheduling.profile import HardwareProfile
 
 PLAIN, AWARE = "plain", "hardware-aware"
@@ -36,11 +38,15 @@ TOPICS = ("rain", "bridges", "bread", "prime numbers", "the moon", "bicycles", "
 
 @dataclass
 class Result:
-    """What a way of decoding does with R requests: tokens per second, and tokens verified a request and round."""
+    """
+    What a way of decoding does with R requests: tokens per second, measured and by the profile, and tokens verified a
+    request and round.
+    """
 
     requests: int
     variant: str
     tokens_per_second: float
+    by_profile: float
     verified: float
     equal: bool
 
@@ -50,7 +56,7 @@ class Result:
 
 
 class Sweep:
-    """The models, and the ways to have them answer."""
+    """The models, and the ways to have them answer; each is traced, which costs next to nothing."""
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkModel, tokenizer, tokens: int):
         self.target, self.drafter, self.tokenizer, self.tokens = target, drafter, tokenizer, tokens
@@ -66,8 +72,8 @@ class Sweep:
             return_dict=True,
         ).to(self.target.device)
 
-    def run(self, variant: str, prompts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float, int]:
-        """The texts, the seconds, and how many tokens were generated, up to each text's end."""
+    def run(self, variant: str, prompts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        """The texts, and the seconds."""
         drafter = None if variant == PLAIN else self.drafter
         self.drafter.generation_config.num_assistant_tokens = (
             None if variant in (PLAIN, AWARE) else int(variant.split()[-1])
@@ -76,42 +82,54 @@ class Sweep:
         texts = self.target.generate(**prompts, assistant_model=drafter, max_new_tokens=self.tokens, do_sample=False)[
             :, prompts["input_ids"].shape[1] :
         ].cpu()
-        seconds = time.perf_counter() - begin
+        return texts, time.perf_counter() - begin
+
+    def lengths(self, texts: torch.Tensor) -> torch.Tensor:
+        """How many tokens were generated of each text, up to its end."""
         ends = torch.isin(texts, torch.tensor(self.target.generation_config.eos_token_id))
-        return texts, seconds, int((ends.cumsum(1) - ends.int() == 0).sum())
+        return (ends.cumsum(1) - ends.int() == 0).sum(1)
 
     def compare(self, requests: int, variants: list[str], repeats: int) -> list[Result]:
         prompts, order = self.prompts(requests), list(variants)
+        costs = costs_by_rows(self.drafter, prompts["input_ids"].shape[1])
+        texts: dict[str, torch.Tensor] = {}
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        texts, tokens, verified = {}, {}, {}
-        for variant in variants:  # to warm up, and to count
-            with trace(self.drafter) as rounds:
-                texts[variant], _, tokens[variant] = self.run(variant, prompts)
-            verified[variant] = statistics.fmean(len(one.draft) for one in rounds) if rounds else 0.0
-        for _ in range(repeats):
-            random.shuffle(order)
+        modelled: dict[str, list[float]] = {variant: [] for variant in variants}
+        verified: dict[str, list[int]] = {variant: [] for variant in variants}
+        for repeat in range(1 + repeats):
             for variant in order:
-                seconds[variant].append(self.run(variant, prompts)[1])
-        return [
-            Result(
-                requests,
-                variant,
-                tokens[variant] / statistics.median(seconds[variant]),
-                verified[variant],
-                torch.equal(texts[variant], texts[PLAIN]),
-            )
-            for variant in variants
-        ]
+                with trace(self.drafter) as rounds, watched_drafts() as drafts:
+                    texts[variant], spent = self.run(variant, prompts)
+                if variant == PLAIN:
+                    steps = int(self.lengths(texts[PLAIN]).max()) - 1  # the first token is the prompt's
+                    modelled[PLAIN].append(steps * (costs(requests).overhead + costs(requests).verify[0]))
+                else:
+                    modelled[variant].append(modelled_seconds(drafts, rounds, costs))
+                    verified[variant] += [len(one.draft) for one in rounds]
+                if repeat:  # the first is to warm up
+                    seconds[variant].append(spent)
+            random.shuffle(order)
+        results = []
+        for variant in variants:
+            tokens = int(self.lengths(texts[variant]).sum())
+            speeds = (tokens / statistics.median(times[variant]) for times in (seconds, modelled))
+            mean = statistics.fmean(verified[variant] or [0])
+            results.append(Result(requests, variant, *speeds, mean, torch.equal(texts[variant], texts[PLAIN])))
+        return results
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| R | way | tokens/s | each | against plain | verified | equal |", "|--:|---|--:|--:|--:|--:|---|"]
-    plain = {one.requests: one.tokens_per_second for one in results if one.variant == PLAIN}
+    lines = [
+        "| R | way | tokens/s | each | × plain | by the profile | verified | equal |",
+        f"|--:|---{'|--:' * 5}|---|",
+    ]
+    plain = {one.requests: one for one in results if one.variant == PLAIN}
     for one in results:
+        base = plain[one.requests]
         lines.append(
             f"| {one.requests} | {one.variant} | {one.tokens_per_second:.1f} | {one.each:.1f} | "
-            f"{one.tokens_per_second / plain[one.requests]:.2f} | {one.verified:.2f} | "
-            f"{'yes' if one.equal else 'no'} |"
+            f"{one.tokens_per_second / base.tokens_per_second:.2f} | {one.by_profile / base.by_profile:.2f} | "
+            f"{one.verified:.2f} | {'yes' if one.equal else 'no'} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -159,6 +177,7 @@ def main(
     sweep.drafter.hardware_profile.add(
         profile(sweep.target, sweep.drafter, [prompt], rows=sorted({1, *loads}), depths=(64,), seconds=seconds)
     )
+    ensure_costs(sweep.target, sweep.drafter)
     variants = [PLAIN, *(f"fixed {length}" for length in fixed.split(",")), AWARE]
     results: list[Result] = []
     for load in loads:

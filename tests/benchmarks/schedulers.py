@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,14 +20,16 @@ from unittest.mock import patch
 
 import torch
 import typer
+from modelled import modelled_seconds, watched_drafts
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dspark import DSparkModel
 from hf_dspark.cli import load_both, named_dtype
 from hf_dspark.demo import DRAFTER
 from hf_dspark.evaluation.measurement import GREEDY, SAMPLE, Answer, answer, side_by_side, speed
-from hf_dspark.evaluation.prompts import read_sets
+from hf_dspark.evaluation.prompts import Conversation, read_sets
 from hf_dspark.evaluation.variants import VARIANTS, Variant
 from hf_dspark.generation import decoding
 from hf_dspark.generation.profiler import ensure_costs
@@ -105,26 +108,40 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def by_costs(answers: list[Answer], costs: RoundCosts) -> float:
-    """Tokens per second if every part of a round took what the costs say, which knows no noise."""
-    seconds = 0.0
-    for one in answers:
-        if not one.rounds:
-            seconds += len(one.tokens) * (costs.verify[0] + costs.overhead)
-        for a_round in one.rounds:
-            slots = max(len(a_round.confidence), len(a_round.draft))
-            left_out = len(costs.verify) - 1 - slots
-            seconds += costs.verify[len(a_round.draft)] + costs.overhead
-            seconds += costs.draft_without(left_out, left_out) if slots else 0.0
-    return sum(len(one.tokens) for one in answers) / seconds
+@dataclass
+class Modelled(Answer):
+    """An answer, and how long its rounds take by the profile."""
+
+    modelled: float = 0.0
 
 
-def rates(answers: dict[str, list[Answer]], do_sample: bool, costs: RoundCosts) -> dict[str, tuple[float, ...]]:
-    """By way of decoding: tokens per second; that, and that by the costs, times plain decoding's."""
+def respond(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: DSparkModel,
+    variant: Variant,
+    messages: Conversation,
+    **arguments,
+) -> Modelled:
+    with watched_drafts() as drafts:
+        found = answer(target, tokenizer, drafter, variant, messages, **arguments)
+    costs = drafter.round_costs
+    if found.rounds:
+        return Modelled(**vars(found), modelled=modelled_seconds(drafts, found.rounds, lambda _: costs))
+    return Modelled(**vars(found), modelled=(len(found.tokens) - 1) * (costs.verify[0] + costs.overhead))
+
+
+def modelled_speed(answers: list[Modelled]) -> float:
+    """Tokens per second by the profile."""
+    return sum(len(one.tokens) for one in answers) / sum(one.modelled for one in answers)
+
+
+def rates(answers: dict[str, list[Modelled]], do_sample: bool) -> dict[str, tuple[float, ...]]:
+    """By way of decoding: tokens per second; that, and that by the profile, times plain decoding's."""
     found = {}
     for name, of_way in answers.items():
         measured = speed(of_way, answers["plain"], do_sample)
-        modelled = by_costs(of_way, costs) / by_costs(answers["plain"], costs)
+        modelled = modelled_speed(of_way) / modelled_speed(answers["plain"])
         found[name] = measured.tokens_per_second, measured.speedup, modelled
     for oracle in ("fixed", "threshold"):
         if candidates := {name: rate for name, rate in found.items() if name.startswith(f"{oracle} ")}:
@@ -147,17 +164,17 @@ def main(
     loaded_target, tokenizer, loaded_drafter = load_both(target, drafter or DRAFTER, named_dtype(dtype))
     ensure_costs(loaded_target, loaded_drafter)
     variants = ways(loaded_drafter)
-    respond = partial(answer, loaded_target, tokenizer, loaded_drafter, max_new_tokens=max_new_tokens)
+    ask = partial(respond, loaded_target, tokenizer, loaded_drafter, max_new_tokens=max_new_tokens)
     for variant in variants.values():
-        respond(variant, [{"role": "user", "content": "Hello!"}], **GREEDY)  # warm up
+        ask(variant, [{"role": "user", "content": "Hello!"}], **GREEDY)  # warm up
     console = Console()
     with busy(max(torch.get_num_threads() // 2, 1)) if load else nullcontext():
         for name, conversations in read_sets(prompts, limit).items():
             for regime, sampling in (("greedy", GREEDY), ("sampled", SAMPLE)):
-                answers = side_by_side(partial(respond, **sampling), variants, conversations, 0, lambda: None)
+                answers = side_by_side(partial(ask, **sampling), variants, conversations, 0, lambda: None)
                 title = f"{name}, {regime}{', loaded' if load else ''}"
                 table = Table("way", "tokens/s", "× plain", "by the profile", title=title)
-                for way, found in rates(answers, sampling["do_sample"], loaded_drafter.round_costs).items():
+                for way, found in rates(answers, sampling["do_sample"]).items():
                     table.add_row(way, f"{found[0]:.1f}", *(f"{times:.2f}" for times in found[1:]))
                 console.print(table)
 

@@ -217,7 +217,8 @@ def until_it_falls(survivals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def play_batch(scheduler: BatchScheduler, texts: Sequence[list[Round]], costs: Callable[[int], RoundCosts]) -> float:
     """Greedily decode texts side by side; seconds until the last of them has its tokens."""
     left, played, seconds = [TOKENS] * len(texts), [0] * len(texts), 0.0
-    while rows := [row for row, tokens in enumerate(left) if tokens > 0]:
+    rows = list(range(len(texts)))
+    while rows:
         confidences, right = zip(*(texts[row][played[row]] for row in rows))
         limits = scheduler.limits([left[row] - 1 for row in rows])
         for slot in range(max(limits)):
@@ -232,6 +233,10 @@ def play_batch(scheduler: BatchScheduler, texts: Sequence[list[Round]], costs: C
         for row, count in zip(rows, accepted):
             left[row] -= 1 + count
             played[row] += 1
+        staying = [i for i, row in enumerate(rows) if left[row] > 0]
+        if len(staying) < len(rows):
+            scheduler.select(staying)
+            rows = [rows[i] for i in staying]
     return seconds
 
 
