@@ -85,8 +85,8 @@ def demo(
     drafter: Annotated[Path | None, typer.Option(help="A drafter other than the shipped one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 128,
     dtype: Annotated[
-        str, typer.Option(help="float32, in which outputs are equal bit by bit, or bfloat16.")
-    ] = "float32",
+        str | None, typer.Option(help="bfloat16, which the CPU has to be made for, or float32. Unset: what is faster.")
+    ] = None,
 ) -> None:
     """Answer a few prompts with and without the shipped drafter for SmolLM2-135M-Instruct."""
     from . import demo as demonstration
@@ -95,7 +95,7 @@ def demo(
         tuple(prompt or demonstration.PROMPTS),
         drafter or demonstration.DRAFTER,
         max_new_tokens=max_new_tokens,
-        dtype=getattr(torch, dtype),
+        dtype=named_dtype(dtype) if dtype else None,
     )
 
 

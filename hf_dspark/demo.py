@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .devices import multiplies_bfloat16
 from .generation.trace import Round, acceptance_length, trace
 from .modeling_dspark import DSparkModel
 
@@ -151,29 +153,60 @@ def run(
     prompts: tuple[str, ...] = PROMPTS,
     drafter_path: str | os.PathLike = DRAFTER,
     max_new_tokens: int = 128,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Answer `prompts` greedily with and without the drafter and print both speeds and the drafts."""
+    """
+    Answer `prompts` greedily with and without the drafter and print both speeds and the drafts.
+
+    Speed shows in bfloat16, where the CPU multiplies that. A pass over several tokens is rounded differently there, so
+    tokens that tie may change places; that the output is the target's shows in float32, where all is answered again.
+    """
     console = Console(highlight=False)
     colour = console.color_system is not None
+    dtype = dtype or (torch.bfloat16 if multiplies_bfloat16(torch.device("cpu")) else torch.float32)
+    for in_dtype in dict.fromkeys((dtype, torch.float32)):
+        again = in_dtype != dtype
+        target, tokenizer, drafter = _models(drafter_path, in_dtype)
+        if again:
+            console.rule(Text("All of them again in float32, where no tie hangs on the width of a pass"), align="left")
+        for prompt in prompts:
+            plain, plain_speed = answer(target, tokenizer, prompt, None, max_new_tokens, do_sample=False)
+            with trace(drafter) as rounds:
+                drafted, speed = answer(target, tokenizer, prompt, drafter, max_new_tokens, do_sample=False)
+            if not again:
+                console.rule(Text(prompt), align="left")
+                console.print(marked(rounds, drafted, tokenizer, colour), end="\n\n")
+            console.print(
+                f"plain {plain_speed:.1f} tokens/s, with the drafter {speed:.1f} tokens/s "
+                f"({speed / plain_speed:.2f}x); acceptance length {acceptance_length(rounds):.2f}; "
+                f"outputs {compared(plain, drafted, in_dtype)}",
+                end="\n" if again else "\n\n",
+            )
+        if not again:
+            legend = Text("Drafts: ")
+            legend.append("accepted" if colour else "{accepted}", style=ACCEPTED).append(", ")
+            legend.append("rejected" if colour else "[rejected]", style=REJECTED).append("; the rest is ")
+            console.print(legend.append("the target's own", style=OWN), end="\n\n")
+
+
+def compared(plain: list[int], drafted: list[int], dtype: torch.dtype) -> str:
+    """What there is to say of two answers that should be equal."""
+    if plain == drafted:
+        return "equal"
+    if dtype == torch.float32:
+        return "DIFFER"
+    same = sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(plain, drafted)))
+    return f"the same for {same} tokens, as {str(dtype).removeprefix('torch.')} rounds"
+
+
+def _models(
+    drafter_path: str | os.PathLike, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DSparkModel]:
+    """Target, tokenizer and drafter, warmed up."""
     folder = smollm2()
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     drafter = DSparkModel.from_pretrained(drafter_path, dtype=dtype).eval()
     for warm_up in (None, drafter):
         answer(target, tokenizer, "Hello", warm_up, max_new_tokens=8, do_sample=False)
-    for prompt in prompts:
-        plain, plain_speed = answer(target, tokenizer, prompt, None, max_new_tokens, do_sample=False)
-        with trace(drafter) as rounds:
-            drafted, speed = answer(target, tokenizer, prompt, drafter, max_new_tokens, do_sample=False)
-        console.rule(Text(prompt), align="left")
-        console.print(marked(rounds, drafted, tokenizer, colour))
-        console.print(
-            f"\nplain {plain_speed:.1f} tokens/s, with the drafter {speed:.1f} tokens/s "
-            f"({speed / plain_speed:.2f}x); acceptance length {acceptance_length(rounds):.2f}; "
-            f"outputs {'equal' if drafted == plain else 'DIFFER'}\n"
-        )
-    legend = Text("Drafts: ")
-    legend.append("accepted" if colour else "{accepted}", style=ACCEPTED).append(", ")
-    legend.append("rejected" if colour else "[rejected]", style=REJECTED).append("; the rest is ")
-    console.print(legend.append("the target's own", style=OWN))
+    return target, tokenizer, drafter

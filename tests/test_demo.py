@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hf_dspark.demo import marked
+import torch
+
+from hf_dspark.demo import compared, marked
 from hf_dspark.generation.trace import Round
 
 
@@ -23,3 +25,10 @@ def test_marks_with_colours(tokenizer):
         ("x", "red strike"),
         ("c", "bold"),
     ]
+
+
+def test_only_rounding_excuses_a_difference():
+    assert compared([1, 2, 3], [1, 2, 3], torch.bfloat16) == compared([1], [1], torch.float32) == "equal"
+    assert compared([1, 2, 3], [1, 2, 4], torch.float32) == "DIFFER"
+    assert "the same for 2 tokens" in compared([1, 2, 3], [1, 2, 4], torch.bfloat16)
+    assert "the same for 2 tokens" in compared([1, 2, 3], [1, 2], torch.bfloat16)

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..modeling_dspark import DSparkModel
-from ..scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch
+from ..scheduling.batch import BatchScheduler
 from ..scheduling.calibration import Calibration
-from ..scheduling.hardware_aware import HardwareAware
-from .candidate_generator import scheduler_of
 from .choice import choose
 from .draft_block import DraftBlock
 from .draft_context import RaggedContext
-from .profiler import costs_by_rows
+from .row import Row
 from .trace import Clock, Round
-
-if TYPE_CHECKING:
-    from .batched_decoding import Row
-
-
-def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, rows: int, depth: int) -> BatchScheduler:
-    """
-    The scheduler of a batch of `rows` prompts of `depth` tokens, as `drafter.generation_config` asks for it.
-
-    Raises:
-        ValueError: as [`scheduler_of`].
-    """
-    scheduler = scheduler_of(drafter, do_sample)
-    if isinstance(scheduler, HardwareAware):
-        return HardwareAwareBatch(
-            costs_by_rows(drafter, depth), scheduler.length, do_sample, drafter.experience(do_sample, rows)
-        )
-    return EachRow(scheduler)
 
 
 class BatchDrafter:

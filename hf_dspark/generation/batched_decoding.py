@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -17,49 +16,24 @@ from transformers.generation import (
 
 from ..compat import CACHE
 from ..modeling_dspark import DSparkModel
+from ..scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch
+from ..scheduling.hardware_aware import HardwareAware
 from ..taps import TargetTaps
 from .attention import can_run_ragged, forward_flattened, verifying_attention
-from .batch_drafter import BatchDrafter, batch_scheduler_of
+from .batch_drafter import BatchDrafter
+from .candidate_generator import scheduler_of
 from .choice import most_likely
 from .draft_context import RaggedContext
 from .ending import Ending
 from .outputs import GenerationRecord
+from .profiler import costs_by_rows
 from .ragged_cache import Flattened, RaggedCache
+from .row import Row
 from .trace import Clock
 from .verification import verify
 
 BATCHED = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds"}
 ROW_BY_ROW = ("encoder_input_ids", "generated_ngrams", "prompt_ignore_length")  # what processors keep of each prompt
-
-
-@dataclass
-class Row:
-    """
-    One sequence of a batch.
-
-    Args:
-        index: its place in the batch.
-        text: what is committed (1, length), with the padding that the prompt had.
-        offset: what the position of a token is beyond its place in the cache.
-        logits_processor: the request's, as they are for this row.
-        record: of its tokens.
-        draft: what is proposed (1, ℓ).
-        draft_scores: its scores (1, ℓ, V), when sampling.
-        end: the length at which the stopping criteria said stop.
-    """
-
-    index: int
-    text: torch.Tensor
-    offset: int
-    logits_processor: LogitsProcessorList
-    record: GenerationRecord
-    draft: torch.Tensor
-    draft_scores: torch.Tensor | None = None
-    end: int | None = None
-
-    @property
-    def length(self) -> int:
-        return self.text.shape[1]
 
 
 def batched_decoding(
@@ -151,6 +125,21 @@ def batched_decoding(
         sequences[row.index, : row.length] = row.text[0, :last]
     records = [row.record for row in rows]
     return GenerationRecord.of_batch(generation_config, records, last - prompt_length).result(sequences, None)
+
+
+def batch_scheduler_of(drafter: DSparkModel, do_sample: bool, rows: int, depth: int) -> BatchScheduler:
+    """
+    The scheduler of a batch of `rows` prompts of `depth` tokens, as `drafter.generation_config` asks for it.
+
+    Raises:
+        ValueError: as [`scheduler_of`].
+    """
+    scheduler = scheduler_of(drafter, do_sample)
+    if isinstance(scheduler, HardwareAware):
+        return HardwareAwareBatch(
+            costs_by_rows(drafter, depth), scheduler.length, do_sample, drafter.experience(do_sample, rows)
+        )
+    return EachRow(scheduler)
 
 
 def check_batch(

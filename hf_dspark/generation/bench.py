@@ -1,21 +1,26 @@
-"""One pass at a time of either model over a context, timed."""
+"""One pass at a time of either model over a context, timed behind what comes before it in generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..compat import CACHE, can_roll_back
 from ..modeling_dspark import DSparkModel
+from ..scheduling.batch import HardwareAwareBatch
+from ..scheduling.costs import RoundCosts
+from ..scheduling.hardware_aware import HardwareAware
 from ..taps import TargetTaps, last_logits_only
 from .attention import forward_flattened
-from .choice import choose
-from .draft_block import DraftBlock
+from .batch_drafter import BatchDrafter
+from .candidate_generator import DSparkCandidateGenerator
 from .draft_context import DraftContext, RaggedContext
+from .outputs import GenerationRecord
 from .ragged_cache import Flattened, RaggedCache
-from .trace import Clock
+from .row import Row
+from .trace import Clock, Seconds
 
 NEW_CONTEXT = 2  # tokens that a round adds to the drafter's context, about
 
@@ -33,10 +38,46 @@ class Bench:
     def __init__(self, target: PreTrainedModel, drafter: DSparkModel, context: torch.Tensor):
         drafter.bind(target)
         self.target, self.drafter, self.tokens = target, drafter, context
+        self.slots = drafter.config.num_draft_tokens
         self.clock = Clock((model.device for model in (target, drafter)), running=True)
 
     def verify(self, width: int) -> float:
-        """Seconds of a forward pass of the target over `width` tokens a row."""
+        """
+        Seconds of a forward pass of the target over `width` tokens a row, behind a draft, or behind another such pass
+        if it is over none.
+        """
+        if width > 1:
+            self._draft(self.slots)
+        else:
+            self._verify(width)
+        return self._verify(width)
+
+    def draft(self, slots: int) -> float:
+        """Seconds of drafting so many slots for every row, behind a verification."""
+        seconds = self._draft_behind_verification(slots)
+        return seconds.draft + seconds.head
+
+    def heads(self, slots: int) -> float:
+        """The part of [`draft`] that comes after the backbone."""
+        return self._draft_behind_verification(slots).head
+
+    def _draft_behind_verification(self, slots: int) -> Seconds:
+        self._verify((self.slots + 1) // 2)
+        return self._draft(slots)
+
+    def _draft(self, slots: int) -> Seconds:
+        self._extend()
+        self.clock.restart()
+        self.clock.lap("rest")  # waits for what was going on
+        self._propose(slots)
+        self._take_back()
+        return self.clock.seconds
+
+    def _verify(self, width: int) -> float:
+        raise NotImplementedError
+
+    def _propose(self, slots: int) -> None:
+        """Draft so many slots, as in generation."""
         raise NotImplementedError
 
     def _extend(self) -> None:
@@ -46,38 +87,17 @@ class Bench:
     def _take_back(self) -> None:
         raise NotImplementedError
 
-    def draft(self, slots: int) -> float:
-        """Seconds of drafting so many slots for every row."""
-        self._extend()
-        seconds = self._seconds(lambda: self._heads(self._block(slots), slots))
-        self._take_back()
-        return seconds
-
-    def heads(self, slots: int) -> float:
-        """The part of [`draft`] that comes after the backbone."""
-        block = self._block(slots)
-        return self._seconds(lambda: self._heads(block, slots))
-
-    def _block(self, slots: int) -> DraftBlock:
-        tokens = self.tokens.to(self.drafter.device)
-        return DraftBlock(self.drafter, self.draft_context.block_hidden(tokens[:, -1:], slots), tokens)
-
-    def _heads(self, block: DraftBlock, slots: int) -> None:
-        drafter, calibration = self.drafter, self.drafter.calibration(do_sample=False)
-        token, processors = self.tokens[:, -1].to(drafter.device), [LogitsProcessorList()] * len(self.tokens)
-        for slot in range(slots):
-            block.advance(token)
-            if calibration is not None:
-                calibration(slot, **block.read(calibration)).sigmoid().tolist()
-            _, tokens, _ = choose(drafter, block.logits(), processors, lambda _: self.tokens, do_sample=False)
-            token = tokens[:, 0]
-
     def _seconds(self, work: Callable[[], object]) -> float:
         self.clock.restart()
-        self.clock.lap("rest")  # waits for what was going on
+        self.clock.lap("rest")
         work()
         self.clock.lap("verify")
         return self.clock.seconds.verify
+
+
+def _worth_it(slots: int, rows: int = 1) -> RoundCosts:
+    """Costs by which all slots are drafted, and confidences are read for them."""
+    return RoundCosts(draft=0.0, verify=(1.0,) * (rows * slots + 1), head=1e-6)
 
 
 class SingleBench(Bench):
@@ -100,7 +120,19 @@ class SingleBench(Bench):
         self.draft_context: DraftContext = DraftContext(drafter)
         self.draft_context.extend(self.features)
 
-    def verify(self, width: int) -> float:
+    def _propose(self, slots: int) -> None:
+        generator = DSparkCandidateGenerator(
+            self.drafter,
+            self.draft_context,
+            HardwareAware(_worth_it(slots), slots, do_sample=False),
+            LogitsProcessorList(),
+            do_sample=False,
+            max_length=self.tokens.shape[1] + slots + 1,
+            clock=self.clock,
+        )
+        generator.get_candidates(self.tokens)
+
+    def _verify(self, width: int) -> float:
         tokens = self.tokens[:, :1].repeat(1, width)
         seconds = self._seconds(
             lambda: self.target(tokens, use_cache=True, return_dict=True, **{CACHE: self.cache}).logits
@@ -129,7 +161,16 @@ class BatchBench(Bench):
         for row, features in enumerate(self.features):
             self.draft_context.extend(row, features)
 
-    def verify(self, width: int) -> float:
+    def _propose(self, slots: int) -> None:
+        rows = [
+            Row(index, text[None], 0, LogitsProcessorList(), GenerationRecord(GenerationConfig()), text[None, :0])
+            for index, text in enumerate(self.tokens)
+        ]
+        scheduler = HardwareAwareBatch(lambda rows: _worth_it(slots, rows), slots, do_sample=False)
+        most = self.tokens.shape[1] + slots + 1
+        BatchDrafter(self.drafter, self.draft_context, scheduler, False, most, self.clock).draft(rows)
+
+    def _verify(self, width: int) -> float:
         """Of so many tokens a row on average, spread over the rows as far as those of drafts can be."""
         further = min(width - 1, self.drafter.config.num_draft_tokens + 1 - width)
         pairs, odd = divmod(len(self.tokens), 2)

@@ -281,17 +281,27 @@ def _measure(
                 passes["heads", row_count] = partial(bench.heads, most - 1)
     timings = repeat(passes, *sweeps, seconds)
 
-    overheads = {}
+    overheads, more_behind_drafts = {}, {}
     for row_count in sorted(rows):
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
-        overheads[row_count] = Timing.of(
-            [one.rest for batch in batches for one in real_rounds(target, drafter, batch.to(target.device), rounds)]
+        plain, drafted = (
+            Timing.of(
+                [one.rest for batch in batches for one in real_rounds(target, drafter, batch.to(target.device), *what)]
+            )
+            for what in ((rounds, 0), (rounds, most - 1))
         )
+        overheads[row_count], more_behind_drafts[row_count] = plain, max(drafted.median - plain.median, 0.0)
     entry = Entry(
         identity_of(target, drafter),
         verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
         draft=[
-            DraftCell(r, timings["time", r], timings["first", r], timings["heads", r], overheads[r] if r > 1 else None)
+            DraftCell(
+                rows=r,
+                time=timings["time", r].later(more_behind_drafts[r]),
+                first=timings["first", r].later(more_behind_drafts[r]),
+                heads=timings["heads", r],
+                overhead=overheads[r] if r > 1 else None,
+            )
             for r in sorted(rows)
         ],
         overhead=overheads[1],
@@ -331,23 +341,25 @@ class _Enough(StoppingCriteria):
         return torch.full((len(input_ids),), len(self.rounds) >= self.count, device=input_ids.device)
 
 
-def real_rounds(target: PreTrainedModel, drafter: DSparkModel, prompts: torch.Tensor, count: int) -> list[Seconds]:
+def real_rounds(
+    target: PreTrainedModel, drafter: DSparkModel, prompts: torch.Tensor, count: int, length: int
+) -> list[Seconds]:
     """
-    What so many rounds of `generate()` take behind prompts (R, length), all rows together, without a draft, after one
-    to warm up.
+    What so many rounds of `generate()` take behind prompts (R, length), all rows together, with drafts of that length,
+    after one to warm up.
     """
     rows = len(prompts)
     # Copies that share all weights, so that nobody else sees these settings.
     target, drafter = copy.copy(target), copy.copy(drafter)
     target.generation_config = GenerationConfig()
-    drafter.generation_config = GenerationConfig(num_assistant_tokens=0)
+    drafter.generation_config = GenerationConfig(num_assistant_tokens=length)
     with trace(drafter) as rounds:
         target.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             assistant_model=drafter,
             do_sample=False,
-            max_new_tokens=count + 2,
+            max_new_tokens=(count + 2) * (length + 1),
             stopping_criteria=StoppingCriteriaList([_Enough(rounds, count * rows)]),
         )
     return [one.seconds.scaled(rows) for one in rounds[rows::rows]]

@@ -63,6 +63,10 @@ class Timing:
         """The standard error of the median, relative to it, if times are normal: of those, `spread` is 2.56σ."""
         return 1.25 * self.spread / 2.56 / self.count**0.5 if self.count else 0.0
 
+    def later(self, seconds: float) -> Timing:
+        """Of work that takes so much longer."""
+        return Timing(self.median + seconds, self.p10 + seconds, self.p90 + seconds, self.count)
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -113,6 +117,7 @@ class VerifyCell:
 class DraftCell:
     """
     The draft of one block for each row: backbone, output head, and the sequential and confidence heads slot by slot.
+    Times include what a draft adds to the overhead of its round.
 
     Args:
         rows: R, sequences in the batch.
