@@ -208,7 +208,7 @@ class HardwareAwareBatch(BatchScheduler):
             if slot in self._unpredicted:
                 self._outlook.learn(slot, good)
         if self._drafting:
-            self._learn_width(lengths)
+            self._learn_width(lengths, right)
         spent = self._seconds[lengths.sum()] if self._drafting else self._plain
         after = self._left - 1 - right
         progress = self._left.max() - after.max()  # 1 without drafts, and so is that of all rows
@@ -220,11 +220,12 @@ class HardwareAwareBatch(BatchScheduler):
         if self._bias is not None:
             self._bias.select(rows)
 
-    def _learn_width(self, lengths: np.ndarray) -> None:
+    def _learn_width(self, lengths: np.ndarray, right: np.ndarray) -> None:
         """What slots brought, where tokens share the time that all took; those behind the last row might have."""
         slots, width, total = np.arange(self.length), int((~self._beyond).sum(1).max()), int(lengths.sum())
         price = self._rate * (self._seconds[total] - self._seconds[0]) / max(total, 1)
-        brought = np.where(slots < lengths[:, None], self._values - price, 0.0)
+        accepted = np.where(slots < right[:, None], self._weights[:, None], 0.0)
+        brought = np.where(slots < lengths[:, None], accepted - price, 0.0)
         if width < self.length and (whole := lengths == width).any():
             later = self._outlook.after_each(width - 1, self._likely[whole, width - 1]).cumprod(1)
             brought[whole, width:] = (later * self._values[whole, width - 1 : width] - price).clip(0)

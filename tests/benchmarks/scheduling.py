@@ -214,26 +214,35 @@ def until_it_falls(survivals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return np.bincount(ranked[:budget] // slots, minlength=rows)
 
 
-def play_batch(scheduler: BatchScheduler, texts: Sequence[list[Round]], costs: Callable[[int], RoundCosts]) -> float:
-    """Greedily decode texts side by side; seconds until the last of them has its tokens."""
-    left, played, seconds = [TOKENS] * len(texts), [0] * len(texts), 0.0
-    rows = list(range(len(texts)))
+def play_batch(
+    scheduler: BatchScheduler, texts: Sequence[list[Round]], costs: Callable[[int], RoundCosts], tokens: int = TOKENS
+) -> float:
+    """
+    Greedily decode texts side by side, each of which says what would be drafted at every place; seconds until the last
+    has so many tokens, or has ended.
+    """
+    rows, places, seconds = list(range(len(texts))), [0] * len(texts), 0.0
+    ends = [min(len(text), tokens) for text in texts]
     while rows:
-        confidences, right = zip(*(texts[row][played[row]] for row in rows))
-        limits = scheduler.limits([left[row] - 1 for row in rows])
-        for slot in range(max(limits)):
+        confidences, right = zip(*(texts[row][places[row]] for row in rows))
+        limits = scheduler.limits([tokens - places[row] - 1 for row in rows])
+        width = max(limits)
+        for slot in range(width):
             going = [i for i, limit in enumerate(limits) if slot < limit]
             scheduler.admits(slot, going, [confidences[i][slot] for i in going])
-        counts = scheduler.keep(limits) if any(limits) else limits
-        accepted = [min([*right[i], False].index(False), count) for i, count in enumerate(counts)]
+        counts = scheduler.keep(limits) if width else limits
+        accepted = [
+            min([*right[i], False].index(False), count, ends[row] - places[row] - 1)
+            for i, (row, count) in enumerate(zip(rows, counts))
+        ]
         here = costs(len(rows))
-        took = here.verify[sum(counts)] + (here.draft if any(limits) else 0.0)
+        drafting = here.draft_without(rows=LENGTH - width, heads=LENGTH - width) if width else 0.0
+        took = drafting + here.verify[sum(counts)] + here.overhead
         scheduler.observe(counts, accepted, took)
         seconds += took
         for row, count in zip(rows, accepted):
-            left[row] -= 1 + count
-            played[row] += 1
-        staying = [i for i, row in enumerate(rows) if left[row] > 0]
+            places[row] += 1 + count
+        staying = [i for i, row in enumerate(rows) if places[row] < ends[row]]
         if len(staying) < len(rows):
             scheduler.select(staying)
             rows = [rows[i] for i in staying]
