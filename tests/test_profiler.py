@@ -22,6 +22,7 @@ from hf_dspark.generation import bench, decoding, profiler
 from hf_dspark.generation import trace as trace_module
 from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
+from hf_dspark.generation.trace import Seconds
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.hardware_aware import HardwareAware
 from hf_dspark.scheduling.profile import SCHEMA_VERSION, HardwareProfile
@@ -114,6 +115,47 @@ def test_a_full_profile_measures_what_the_machine_takes(pair):
     assert entry.overhead.count == 2 * profiler.ROUNDS
     assert entry.draft[0].overhead is None
     assert 0 < entry.draft[1].overhead.median < 0.1 * MS and entry.draft[1].overhead.count == profiler.ROUNDS
+
+
+class Forgetful(Machine):
+    """Takes 2 ms to find everything anew when a pass is of another kind: a draft, its verification, or one without."""
+
+    last = ""
+
+    def _verify(self, model, args, kwargs) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        is_plain = kwargs["input_ids"].numel() == len(getattr(cache, "lengths", [0]))  # one token a row
+        self._turn_to("plain" if is_plain else "verify")
+        super()._verify(model, args, kwargs)
+
+    def _draft(self, layer, args) -> None:
+        self._turn_to("draft")
+        super()._draft(layer, args)
+
+    def _turn_to(self, kind: str) -> None:
+        self.now += 2 * MS * (kind != self.last)
+        self.last = kind
+
+
+def test_passes_are_timed_behind_what_comes_before_them_in_generation(monkeypatch):
+    """Rounds without drafts follow each other; drafts follow verifications, and those drafts."""
+    machine, target = Forgetful(monkeypatch), tiny_target("llama")
+    drafter = tiny_drafter(target)
+    machine.run(target, drafter)
+    entry = profiler.profile(target, drafter, [prompt(20)], rows=(1, 2), depths=(64,))
+    for cell in entry.verify:
+        expected = 10 + cell.tokens + cell.rows * 0.64 + 2 * (cell.tokens > cell.rows)
+        assert cell.time.median == pytest.approx(expected * MS, rel=1e-3)
+    assert [cell.time.median for cell in entry.draft] == pytest.approx([5 * MS] * 2, rel=0.01)
+
+
+def test_what_a_draft_adds_to_the_rest_of_a_round_is_part_of_it(pair, monkeypatch):
+    rest = {0: 1.0 * MS, 5: 1.5 * MS}
+    monkeypatch.setattr(profiler, "real_rounds", lambda *arguments: [Seconds(rest=rest[arguments[-1]])] * 3)
+    entry = profiler.profile(*pair, [prompt(20)], rows=(1, 2), depths=(64,))
+    assert entry.overhead.median == entry.draft[1].overhead.median == 1.0 * MS
+    for cell in entry.draft:
+        assert (cell.time.median, cell.first.median) == pytest.approx((3.5 * MS, 3.5 * MS), rel=0.01)
 
 
 def test_batches_are_measured_only_where_they_can_be_decoded(monkeypatch):
