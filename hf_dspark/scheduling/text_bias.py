@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
-
-Rows = TypeVar("Rows", int, np.ndarray)
 
 PRIOR = 8.0  # of the information that a text's bias is none
 SURE = 1e-6  # confidences are no closer to 0 and 1
@@ -28,12 +25,12 @@ class TextBias:
     def __init__(self, texts: int):
         self._shift, self._information = np.zeros(texts), np.full(texts, PRIOR)
 
-    def correct(self, rows: Rows, confidences: float | Sequence[float]) -> np.ndarray:
+    def correct(self, rows: int | np.ndarray, confidences: float | Sequence[float]) -> np.ndarray:
         """The probabilities that drafts of these `rows`, one of each, are accepted."""
         sure = np.clip(confidences, SURE, 1 - SURE)
         return 1 / (1 + (1 / sure - 1) * np.exp(-self._shift[rows]))
 
-    def learn(self, rows: Rows, probabilities: float | np.ndarray, accepted: bool | np.ndarray) -> None:
+    def learn(self, rows: int | np.ndarray, probabilities: float | np.ndarray, accepted: bool | np.ndarray) -> None:
         """Take in whether drafts that were given these, corrected, probabilities were accepted, one a row."""
         self._information[rows] += probabilities * (1 - probabilities)
         self._shift[rows] += (accepted - probabilities) / self._information[rows]

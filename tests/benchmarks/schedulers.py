@@ -4,6 +4,8 @@ turn. The best fixed length and the best threshold are found afterwards (nobody 
 told nothing. Beside what was measured stands what the same rounds take by the profile, as machines have neighbours.
 
     python tests/benchmarks/schedulers.py gsm8k.jsonl humaneval.jsonl [--target FOLDER] [--limit 4] [--load]
+
+With `--load`, set OMP_WAIT_POLICY=passive: threads that spin while they wait keep each other from work.
 """
 
 from __future__ import annotations
