@@ -148,9 +148,9 @@ class HardwareAwareBatch(BatchScheduler):
             likely = np.array([self._outlook.mean(slot) for slot in range(self.length)])
             hopes = np.where((most < self.length)[:, None], likely, 1.0).cumprod(1) * self._weights[:, None]
             hopes[self._beyond] = -1.0
-            count = allot(hopes, self._seconds, self._rate).sum()
-            tokens = np.sort(hopes, axis=None)[::-1][:count].sum()
-            self._drafting = rows + tokens - self._rate * self._seconds[count] > rows - self._rate * self._plain
+            lengths = allot(hopes, self._seconds, self._rate)
+            tokens = hopes[np.arange(self.length) < lengths[:, None]].sum()
+            self._drafting = tokens - self._rate * self._seconds[lengths.sum()] > -self._rate * self._plain
         if self._drafting:
             row = costs.row + (0.0 if self.do_sample else costs.head)  # greedy, the heads come to all of them
             cost = self._rate * self._ledger.price * row / rows
