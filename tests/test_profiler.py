@@ -20,7 +20,9 @@ from hf_dspark.cli import app
 from hf_dspark.compat import CACHE
 from hf_dspark.generation import bench, decoding, profiler
 from hf_dspark.generation import trace as trace_module
+from hf_dspark.generation.attention import verifying_attention
 from hf_dspark.generation.candidate_generator import scheduler_of
+from hf_dspark.generation.draft_block import DraftBlock
 from hf_dspark.generation.profiler import ensure_costs, identity_of, quick_profile, repeat, staleness
 from hf_dspark.generation.trace import Seconds
 from hf_dspark.scheduling.costs import RoundCosts
@@ -156,6 +158,18 @@ def test_what_a_draft_adds_to_the_rest_of_a_round_is_part_of_it(pair, monkeypatc
     assert entry.overhead.median == entry.draft[1].overhead.median == 1.0 * MS
     for cell in entry.draft:
         assert (cell.time.median, cell.first.median) == pytest.approx((3.5 * MS, 3.5 * MS), rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_hopeless_drafts_are_measured_to_their_end(pair, rows, monkeypatch):
+    target, drafter = pair
+    torch.nn.init.constant_(drafter.confidence_head.proj.bias, -30.0)
+    slots, advance = [], DraftBlock.advance
+    monkeypatch.setattr(DraftBlock, "advance", lambda block, token: (slots.append(block), advance(block, token)))
+    with torch.no_grad(), verifying_attention(target):
+        kind = bench.SingleBench if rows == 1 else bench.BatchBench
+        kind(target, drafter, prompt(20).repeat(rows, 1)).draft(5)
+    assert len(slots) == 5
 
 
 def test_batches_are_measured_only_where_they_can_be_decoded(monkeypatch):
