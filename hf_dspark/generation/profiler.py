@@ -284,11 +284,10 @@ def _measure(
     overheads, more_behind_drafts = {}, {}
     for row_count in sorted(rows):
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
+        batches = [batch.to(target.device) for batch in batches]
         plain, drafted = (
-            Timing.of(
-                [one.rest for batch in batches for one in real_rounds(target, drafter, batch.to(target.device), *what)]
-            )
-            for what in ((rounds, 0), (rounds, most - 1))
+            Timing.of([one.rest for batch in batches for one in real_rounds(target, drafter, batch, rounds, length)])
+            for length in (0, most - 1)
         )
         overheads[row_count], more_behind_drafts[row_count] = plain, max(drafted.median - plain.median, 0.0)
     entry = Entry(

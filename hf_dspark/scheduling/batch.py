@@ -139,7 +139,7 @@ class HardwareAwareBatch(BatchScheduler):
         self._left = np.array(rooms) + 1.0
         self._spread = 1 + SPREAD * self._left.max()
         self._weights = weights(self._left, self._spread)
-        self._plain = costs.overhead + costs.verify[0]
+        self._plain = costs.plain
         self._rate = self._ledger.rate * rows / self._plain
         self._begin(most)
         self._drafting = bool(most.any()) and self._ledger.allows()

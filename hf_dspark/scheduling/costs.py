@@ -30,6 +30,11 @@ class RoundCosts:
     row: float = 0.0
     head: float = 0.0
 
+    @property
+    def plain(self) -> float:
+        """What a round without a draft takes."""
+        return self.overhead + self.verify[0]
+
     def draft_without(self, rows: int, heads: int) -> float:
         """What a draft takes whose blocks lack so many rows, and whose heads so many slots."""
         return max(self.draft - rows * self.row - heads * self.head, 0.0)

@@ -79,7 +79,7 @@ class HardwareAware(Scheduler):
         self.length = length
         self.costs = costs
         self.do_sample = do_sample
-        self.plain = costs.overhead + costs.verify[0]  # seconds of a round without draft
+        self.plain = costs.plain
         experience = experience or Experience(length)
         experience.begin_request()
         self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_dspark import DSparkModel
 from hf_dspark.cli import load_both, named_dtype
 from hf_dspark.demo import DRAFTER
 from hf_dspark.evaluation.prompts import read_sets
@@ -59,6 +58,21 @@ class Count:
             place += count + 1
 
 
+def load(target: str, drafter: str | None, dtype: str) -> tuple:
+    """The target, its tokenizer, and the objective of the drafter, which knows what blocks at all places are like."""
+    model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, named_dtype(dtype))
+    draft_model.bind(model)
+    return model, tokenizer, DSparkObjective(draft_model).eval()
+
+
+def blocks(
+    objective: DSparkObjective, ids: torch.Tensor, features: torch.Tensor, prompt_length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Some tokens (n,) of an answer at a time, and the hidden states (n, B, H) of the blocks that start there."""
+    for anchors in torch.arange(prompt_length, ids.shape[1] - 1, device=ids.device).split(CHUNK):
+        yield anchors, objective._block_hidden(ids, features, anchors[None])[0]
+
+
 def chances(objective: DSparkObjective, target: PreTrainedModel, row: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """
     For a block that starts at each token of an answer but the last, (T, γ) each: whether its greedy draft is what the
@@ -73,8 +87,8 @@ def chances(objective: DSparkObjective, target: PreTrainedModel, row: dict) -> t
     copied = drafter.copy_head.find_all(ids[0]) if drafter.copy_head is not None else None
     parts = []
     slots = torch.arange(drafter.config.num_draft_tokens, device=ids.device)
-    for anchors in torch.arange(row["prompt_length"], ids.shape[1] - 1, device=ids.device).split(CHUNK):
-        hidden = objective._block_hidden(ids, features, anchors[None])[0][:, -len(slots) :]
+    for anchors, hidden in blocks(objective, ids, features, row["prompt_length"]):
+        hidden = hidden[:, -len(slots) :]
         places = (anchors[:, None] + slots).clamp(max=ids.shape[1] - 2)
         logits = drafter.base_logits(hidden)
         if drafter.markov_head is not None:
@@ -115,12 +129,10 @@ def main(
     max_new_tokens: int = 256,
     dtype: str = "float32",
 ) -> None:
-    model, tokenizer, draft_model = load_both(target, drafter or DRAFTER, named_dtype(dtype))
-    draft_model: DSparkModel
-    draft_model.bind(model)
-    objective, sets = DSparkObjective(draft_model).eval(), read_sets(prompts, limit)
+    model, tokenizer, objective = load(target, drafter, dtype)
+    sets = read_sets(prompts, limit)
     torch.manual_seed(0)
-    slots = draft_model.config.num_draft_tokens
+    slots = objective.drafter.config.num_draft_tokens
     table = Table("set", "temperature", "tokens", "acceptance length", *(f"slot {k + 1}" for k in range(slots)))
     for temperature in (0.0, 1.0):
         counts: dict[str, Count] = defaultdict(Count)

@@ -102,7 +102,7 @@ class Sweep:
                     texts[variant], spent = self.run(variant, prompts)
                 if variant == PLAIN:
                     steps = int(self.lengths(texts[PLAIN]).max()) - 1  # the first token is the prompt's
-                    modelled[PLAIN].append(steps * (costs(requests).overhead + costs(requests).verify[0]))
+                    modelled[PLAIN].append(steps * costs(requests).plain)
                 else:
                     modelled[variant].append(modelled_seconds(drafts, rounds, costs))
                     verified[variant] += [len(one.draft) for one in rounds]

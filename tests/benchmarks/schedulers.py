@@ -130,7 +130,7 @@ def respond(
     costs = drafter.round_costs
     if found.rounds:
         return Modelled(**vars(found), modelled=modelled_seconds(drafts, found.rounds, lambda _: costs))
-    return Modelled(**vars(found), modelled=(len(found.tokens) - 1) * (costs.verify[0] + costs.overhead))
+    return Modelled(**vars(found), modelled=(len(found.tokens) - 1) * costs.plain)
 
 
 def modelled_speed(answers: list[Modelled]) -> float:

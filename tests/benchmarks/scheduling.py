@@ -73,7 +73,7 @@ def rate_of(lengths: list[int], rounds: list[Round], costs: RoundCosts) -> float
 
 
 def plain(rounds: list[Round], costs: RoundCosts) -> float:
-    return 1 / (costs.verify[0] + costs.overhead)
+    return 1 / costs.plain
 
 
 def best_fixed(rounds: list[Round], costs: RoundCosts) -> float:
@@ -125,7 +125,7 @@ def hardware_aware(
         if limit and not do_sample:
             count = scheduler.keep(count)
         new = committed(right, count)
-        took = seconds(costs)[count] if limit else costs.verify[0] + costs.overhead
+        took = seconds(costs)[count] if limit else costs.plain
         scheduler.observe(count, new - 1, took)
         tokens, spent = tokens + new, spent + took
     return tokens / spent
@@ -236,7 +236,8 @@ def play_batch(
             for i, (row, count) in enumerate(zip(rows, counts))
         ]
         here = costs(len(rows))
-        drafting = here.draft_without(rows=LENGTH - width, heads=LENGTH - width) if width else 0.0
+        left_out = len(right[0]) - width
+        drafting = here.draft_without(rows=left_out, heads=left_out) if width else 0.0
         took = drafting + here.verify[sum(counts)] + here.overhead
         scheduler.observe(counts, accepted, took)
         seconds += took
