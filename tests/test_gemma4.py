@@ -235,6 +235,7 @@ def test_size_of_the_published_drafter():
         ({"target_layer_ids": None}, "target_layer_ids"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "full_attention"),
         ({"attention_k_eq_v": False}, "v_proj"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
     ],
     ids=str,
 )

@@ -47,7 +47,7 @@ def translate(config: dict, tensors: Shapes) -> dict:
     if not isinstance(rope, dict):
         raise ValueError(f"A {NAME} config needs `rope_parameters` of `full_attention`.")
     kinds = theirs.need("layer_types", list)
-    if set(kinds) != {"full_attention"}:
+    if not kinds or any(kind != "full_attention" for kind in kinds):
         raise ValueError(f"The layers of a {NAME} drafter attend fully, this one has `layer_types` {kinds}.")
     whole = {
         **config,
