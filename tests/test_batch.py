@@ -480,6 +480,7 @@ def test_hardware_aware_greedy(confidence):
         "never": RoundCosts(draft=9.0, verify=(1.0,) * 6),
         "linear": RoundCosts(draft=0.1, verify=(1.0, 1.3, 1.6, 1.9, 2.2, 2.5)),
         "free": RoundCosts(draft=0.0, verify=(1.0,) * 6),
+        "dear heads": RoundCosts(draft=0.3, verify=(1.0, 1.02, 1.04, 1.06, 1.08, 1.1), head=0.05),
     }.items():
         drafter = scripted(target, plain, inputs["attention_mask"], 0.9, enable_confidence_head=confidence)
         if confidence:

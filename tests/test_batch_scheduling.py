@@ -25,7 +25,7 @@ def decide(scheduler: BatchScheduler, confidences, do_sample: bool = True, rooms
     counts, going = [0] * len(limits), list(range(len(limits)))
     for k in range(max(limits)):
         going = [row for row in going if k < limits[row]]
-        if not going:
+        if not going or (k and not scheduler.goes_on(k)):
             break
         admitted = scheduler.admits(k, going, [confidences[row][k] for row in going])
         going = [row for row, yes in zip(going, admitted, strict=True) if yes]
@@ -71,7 +71,7 @@ def test_a_batch_of_one_is_scheduled_as_one_sequence(do_sample, seed, curve):
         confidences = [draw.random() for _ in range(draw.choice((1, 2, 2, 2)))]
         limit = count = one.limit(len(confidences))
         for k in range(limit):
-            if not one.admits(k, confidences[k]):
+            if (k and not one.goes_on(k)) or not one.admits(k, confidences[k]):
                 count = k
                 break
         if limit and not do_sample:
@@ -96,6 +96,8 @@ def test_each_row_for_itself(confidences, threshold):
 def causal(scheduler: BatchScheduler, drafts, limits) -> list[int]:
     counts, going = [0, 0], [0, 1]
     for k in range(max(limits)):
+        if k and not scheduler.goes_on(k):
+            break
         asked = [confidence(drafts[row][:k]) for row in going]
         going = [row for row, yes in zip(going, scheduler.admits(k, going, asked), strict=True) if yes]
         for row in going:
@@ -227,6 +229,46 @@ def test_rows_that_are_behind_get_more(rooms, more):
     scheduler = HardwareAwareBatch(lambda rows: costs, 5, do_sample=False)
     _, counts = decide(scheduler, [[0.7] * 5] * 2, False, rooms=list(rooms))
     assert min(counts) > 0 and (counts[0] > counts[1]) == more
+
+
+def test_rows_that_are_slow_get_more():
+    """Drafts of one text are as good as they look, and always short; so it takes longer for as much as is left."""
+    costs = RoundCosts(draft=0.2, verify=tuple(1 + 0.1 * n for n in range(11)))
+    scheduler, draw = HardwareAwareBatch(lambda rows: costs, 5, do_sample=False), random.Random(0)
+    for _ in range(60):
+        confidences = [[0.7, 0.1, 0.1, 0.1, 0.1], [0.7] * 5]
+        _, counts = decide(scheduler, confidences, False, rooms=[200, 200])
+        right = [[draw.random() < c for c in row[:count]] for row, count in zip(confidences, counts, strict=True)]
+        scheduler.observe(counts, [[*row, False].index(False) for row in right], 1.2 + 0.1 * sum(counts))
+    counts = [0, 0]
+    while not any(counts):
+        _, counts = decide(scheduler, [[0.7] * 5] * 2, False, rooms=[200, 200])
+    assert counts[0] >= counts[1] + 2
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_heads_come_to_no_slot_where_nothing_is_expected_of_any_row(do_sample):
+    costs = RoundCosts(0.3, tuple(1 + 0.05 * n for n in range(13)), head=0.05)
+
+    def heads_run(*likely: int) -> int:
+        scheduler, most = HardwareAwareBatch(lambda rows: costs, 6, do_sample), 0
+        for _ in range(60):
+            asked, limits = 0, scheduler.limits([100, 100])
+            going, counts = [0, 1], [0, 0]
+            for k in range(max(limits)):
+                if not going or (k and not scheduler.goes_on(k)):
+                    break
+                asked = k + 1
+                admitted = scheduler.admits(k, going, [0.9 if k < likely[row] else 0.02 for row in going])
+                going = [row for row, yes in zip(going, admitted, strict=True) if yes]
+                for row in going:
+                    counts[row] = asked
+            counts = scheduler.keep(counts) if any(limits) and not do_sample else counts
+            scheduler.observe(counts, [min(pair) for pair in zip(counts, likely, strict=True)], 1.4)
+            most = asked or most
+        return most
+
+    assert heads_run(1, 2) == 2 and heads_run(5, 5) >= 5
 
 
 def test_batches_that_gain_only_for_some_rows_lose_three_percent_at_most():

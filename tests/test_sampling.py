@@ -117,6 +117,7 @@ def test_confidence_threshold(threshold):
 CURVES = {
     "smooth": RoundCosts(draft=0.05, verify=(1.0, 1.08, 1.16, 1.24, 1.32, 1.4)),
     "cliff": RoundCosts(draft=0.02, verify=(1.0, 1.0, 1.25, 1.27, 1.29, 1.31), error=0.05),
+    "dear heads": RoundCosts(draft=0.5, verify=(1.0, 1.02, 1.04, 1.06, 1.08, 1.1), head=0.05),
 }
 
 
@@ -129,7 +130,13 @@ def erratic_clock(monkeypatch):
 
 @pytest.mark.parametrize(
     ("head", "curve", "bias"),
-    [("vanilla", "smooth", -1.5), ("vanilla", "cliff", -1.5), ("gated", "cliff", -1.5), ("rnn", "cliff", 1.5)],
+    [
+        ("vanilla", "smooth", -1.5),
+        ("vanilla", "cliff", -1.5),
+        ("gated", "cliff", -1.5),
+        ("rnn", "cliff", 1.5),
+        ("rnn", "dear heads", 1.5),
+    ],
 )
 def test_hardware_aware(head, curve, bias, erratic_clock):
     target = memoryless_target()

@@ -26,7 +26,7 @@ def decide(scheduler: Scheduler, confidences, do_sample: bool = True) -> tuple[i
     """How many tokens a round may draft, and how many it verifies; asked as the candidate generator asks."""
     limit = count = scheduler.limit(len(confidences))
     for k in range(limit):
-        if not scheduler.admits(k, confidences[k]):
+        if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidences[k]):
             count = k
             break
     return limit, count if do_sample or not limit else scheduler.keep(count)
@@ -84,7 +84,7 @@ def confidence(drafted: tuple[int, ...]) -> float:
 def causal(scheduler: Scheduler, draft: tuple[int, ...], limit: int) -> int:
     """How many tokens of a draft go to verification when the scheduler is asked as the generator asks."""
     for k in range(limit):
-        if not scheduler.admits(k, confidence(draft[:k])):
+        if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidence(draft[:k])):
             return k
     return limit
 
@@ -277,17 +277,39 @@ def test_rows_of_a_block_are_computed_as_far_as_they_are_worth_it(do_sample):
     assert {limit for *_, limit in rounds} <= {0, 6}
 
 
-def test_greedy_drafts_end_where_nothing_more_will_be_verified():
-    """Where going on takes no time, all confidences are looked at; where it does, hopeless ones are not."""
-    hopeless, late = [0.9, 0.02, 0.02, 0.02], [0.05, 1.0, 1.0, 1.0]
-    for head, drafted in ((0.0, 4), (0.02, 1)):
-        costs = RoundCosts(draft=0.3, verify=(1.0, 1.05, 1.1, 1.15, 1.2), head=head)
-        scheduler = settled(HardwareAware(costs, 4, do_sample=False), 2)
-        scheduler.limit(4)
-        asked = [scheduler.admits(k, c) for k, c in enumerate(hopeless)]
-        assert [*asked, False].index(False) == drafted
-        assert scheduler.keep(drafted) == 1
-        assert draft_length(scheduler, [1.0] * 4) == 4 and draft_length(scheduler, late) in (0, 4)
+def heads_run(scheduler: HardwareAware, confidences) -> int:
+    """How many slots the heads come to in the next round that drafts."""
+    while not (limit := scheduler.limit(len(confidences))):
+        scheduler.observe(0, 0, scheduler.plain)
+    for k in range(limit):
+        if k and not scheduler.goes_on(k):
+            return k
+        if not scheduler.admits(k, confidences[k]):
+            return k + 1
+    return limit
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("head", [0.0, 0.02])
+def test_heads_come_to_no_slot_where_nothing_is_expected(head, do_sample):
+    """Where they take no time, all confidences are looked at that may still matter."""
+    costs = RoundCosts(draft=0.3, verify=(1.0, 1.05, 1.1, 1.15, 1.2), head=head)
+    scheduler = settled(HardwareAware(costs, 4, do_sample), 2)
+    slots = heads_run(scheduler, [0.9, 0.02, 0.02, 0.02])
+    if head:
+        assert slots == 2
+    elif not do_sample:
+        assert slots == 4 and scheduler.keep(4) == 1
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_slots_that_were_hopeless_are_looked_at_again(do_sample):
+    costs = RoundCosts(draft=0.2, verify=(1.0, 1.05, 1.1, 1.15, 1.2), head=0.03)
+    scheduler = HardwareAware(costs, 4, do_sample)
+    short = play(scheduler, costs, lambda _: 1, 300, [0.8, 0.01, 0.01, 0.01])
+    assert sum(committed == 2 for committed, *_ in short[-50:]) > 40
+    long = play(scheduler, costs, lambda _: 4, 300, [0.8, 0.95, 0.95, 0.95])
+    assert sum(committed == 5 for committed, *_ in long[-50:]) > 40
 
 
 def test_without_confidence_head_past_acceptance_decides():

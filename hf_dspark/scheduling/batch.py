@@ -12,8 +12,9 @@ from .experience import Experience
 from .hardware_aware import check
 from .schedulers import Scheduler
 from .text_bias import TextBias
+from .text_pace import TextPace
 
-SPREAD = 0.4  # of what the last row has left: so far apart, rows still count almost the same
+SPREAD = 0.4  # of what the last row takes: so far apart, rows still count almost the same
 
 
 class BatchScheduler:
@@ -29,6 +30,10 @@ class BatchScheduler:
     def limits(self, rooms: Sequence[int]) -> list[int]:
         """How many tokens each row may draft in the round that begins, if so many are left for it."""
         raise NotImplementedError
+
+    def goes_on(self, slot: int) -> bool:
+        """Whether the heads come to slot `slot` (from 1) of the rows that still draft."""
+        return True
 
     def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
         """Whether to draft slot `slot` of each of `rows`, those that still draft, given its confidence there."""
@@ -62,14 +67,18 @@ class EachRow(BatchScheduler):
         return [self.scheduler.keep(count) for count in drafted]
 
 
-def to_go(left: np.ndarray, spread: float) -> float:
-    """What a batch still takes: the most tokens that a row has `left` (R,), as a soft maximum of that `spread`."""
-    return float(spread * np.logaddexp.reduce(left / spread))
+def weights(left: np.ndarray, pace: np.ndarray) -> np.ndarray:
+    """
+    What a token of each row is worth, 1 on average, higher in rows that are behind: a batch takes as many rounds as
+    its last row, and this is how a soft maximum of rounds falls with a row's tokens.
 
-
-def weights(left: np.ndarray, spread: float) -> np.ndarray:
-    """What a token of each row is worth, 1 on average: the slopes of [`to_go`], higher in rows that are behind."""
-    return len(left) * np.exp((left - to_go(left, spread)) / spread)
+    Args:
+        left: tokens that each row has left (R,).
+        pace: tokens that a round brings it (R,).
+    """
+    rounds = left / pace
+    slopes = np.exp((rounds - rounds.max()) / (1 + SPREAD * rounds.max())) / pace
+    return slopes * len(left) / slopes.sum()
 
 
 def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
@@ -98,10 +107,11 @@ class HardwareAwareBatch(BatchScheduler):
 
     The rule is that of [`HardwareAware`], the most of E[τ] - λ·t, where t is the time of the common round and τ the
     tokens of all rows. What a caller waits for is the last row, so tokens of rows that are behind count for more, by
-    [`weights`], and the more so towards the end; λ is in tokens that count so. Each text has a [`TextBias`]. Greedy,
-    all blocks are drafted, as far as their rows were worth it by [`BlockWidth`], and cut at the optimum. Sampling, the
-    optimum is looked for at every slot, with the confidences of all rows up to there and those of later slots as
-    expected; a row drafts on if its token is part of it. As rows compete for the same time, the more there are, the
+    [`weights`] and each text's [`TextPace`], and the more so towards the end; λ is in tokens that count so. Each text
+    has a [`TextBias`]. The heads go on to the next slot, of all rows, while that is expected to pay. Greedy, all rows
+    draft as far and are cut at the optimum. Sampling, the optimum is looked for at every slot, with the confidences of
+    all rows up to there and those of later slots as expected; a row drafts on if its token is part of it. Blocks are
+    as wide as their rows were worth it, by [`BlockWidth`]. As rows compete for the same time, the more there are, the
     less of each is verified.
 
     Args:
@@ -130,15 +140,15 @@ class HardwareAwareBatch(BatchScheduler):
         experience = experience or Experience(length)
         experience.begin_request()
         self._ledger, self._outlook, self._width = experience.ledger, experience.outlook, experience.width
-        self._bias: TextBias | None = None  # nothing drafted yet
+        self._bias: TextBias | None = None  # the rows are not known yet
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         rows, costs = len(rooms), self.costs(len(rooms))
         most = np.minimum(rooms, self.length)
-        self._bias = self._bias or TextBias(rows)
+        if self._bias is None:
+            self._bias, self._pace = TextBias(rows), TextPace(rows)
         self._left = np.array(rooms) + 1.0
-        self._spread = 1 + SPREAD * self._left.max()
-        self._weights = weights(self._left, self._spread)
+        self._weights = weights(self._left, self._pace.each())
         self._plain = costs.plain
         self._rate = self._ledger.rate * rows / self._plain
         self._begin(most)
@@ -150,11 +160,10 @@ class HardwareAwareBatch(BatchScheduler):
             hopes[self._beyond] = -1.0
             lengths = allot(hopes, self._seconds, self._rate)
             tokens = hopes[np.arange(self.length) < lengths[:, None]].sum()
-            self._drafting = tokens - self._rate * self._seconds[lengths.sum()] > -self._rate * self._plain
+            self._drafting = tokens > self._rate * (self._spent(lengths.sum(), lengths.max()) - self._plain)
         if self._drafting:
-            row = costs.row + (0.0 if self.do_sample else costs.head)  # greedy, the heads come to all of them
-            cost = self._rate * self._ledger.price * row / rows
-            width = self._width.choose(int(most.max()), cost)
+            slot = self._rate * self._ledger.price * (costs.row + costs.head) / rows
+            width = self._width.choose(int(most.max()), slot)
             if width < most.max():
                 most = np.minimum(most, width)
                 self._begin(most)
@@ -162,16 +171,28 @@ class HardwareAwareBatch(BatchScheduler):
 
     def _begin(self, most: np.ndarray) -> None:
         """A round with blocks of which so many slots (R,) can be drafted."""
-        costs = self.costs(len(most))
-        left_out = self.length - int(most.max())
-        fixed = costs.draft_without(rows=left_out, heads=left_out) + costs.overhead
-        self._seconds = self._ledger.price * (fixed + np.array(costs.verify[: most.sum() + 1]))
+        costs, price = self.costs(len(most)), self._ledger.price
+        fixed = costs.draft_without(rows=self.length - int(most.max()), heads=self.length) + costs.overhead
+        self._head = price * costs.head
+        self._seconds = price * (fixed + np.array(costs.verify[: most.sum() + 1]))  # but for the heads
         self._cautious = costs.cautious(self._seconds)
         self._beyond = np.arange(self.length) >= most[:, None]
         self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
         self._likely = np.zeros(self._values.shape)  # to be accepted, if those before it are
         self._unpredicted: list[int] = []
-        self._admitted = 0
+        self._admitted = self._heads = 0
+
+    def _spent(self, verified: int, heads: int) -> float:
+        """What the round takes, with so many drafts verified and so many slots that the heads came to."""
+        return self._seconds[verified] + self._head * heads
+
+    def goes_on(self, slot: int) -> bool:
+        if not self._head or self._width.explores:
+            return True
+        more = len(self._cautious) - 1 - self._admitted
+        price = (self._cautious[-1] - self._cautious[self._admitted]) / max(more, 1)  # of a token, about
+        brought = (self._later - self._rate * price).clip(0).sum(0) - self._rate * self._head
+        return bool(brought.cumsum().max() > 0)
 
     def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
         index = np.array(rows)
@@ -184,13 +205,15 @@ class HardwareAwareBatch(BatchScheduler):
         self._likely[index, slot] = values
         here = values * (self._values[index, slot - 1] if slot else self._weights[index])
         self._values[index, slot] = here
-        if not self.do_sample:
-            return [True] * len(index)
+        self._heads = slot + 1
         later = self._outlook.after_each(slot, values)
         expected = np.hstack([here[:, None], later]).cumprod(1)
         expected[self._beyond[index, slot:]] = -1.0
-        admitted = allot(expected, self._cautious[self._admitted :], self._rate) > 0
+        admitted = np.full(len(index), True)
+        if self.do_sample:
+            admitted = allot(expected, self._cautious[self._admitted :], self._rate) > 0
         self._admitted += int(admitted.sum())
+        self._later = expected[admitted, 1:]
         return admitted.tolist()
 
     def keep(self, drafted: Sequence[int]) -> list[int]:
@@ -209,16 +232,17 @@ class HardwareAwareBatch(BatchScheduler):
                 self._outlook.learn(slot, good)
         if self._drafting:
             self._learn_width(lengths, right)
-        spent = self._seconds[lengths.sum()] if self._drafting else self._plain
-        after = self._left - 1 - right
-        progress = self._left.max() - after.max()  # 1 without drafts, and so is that of all rows
-        worth = to_go(self._left, self._spread) - to_go(after, self._spread)
+            self._pace.learn(1 + right)
+        spent = self._spent(lengths.sum(), self._heads) if self._drafting else self._plain
+        progress = self._left.max() - (self._left - 1 - right).max()  # 1 without drafts, and so is that of all rows
+        worth = float((self._weights * (1 + right)).mean())
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
         self._ledger.book(self._drafting, progress, spent / self._plain, slowness, worth)
 
     def select(self, rows: Sequence[int]) -> None:
         if self._bias is not None:
             self._bias.select(rows)
+            self._pace.select(rows)
 
     def _learn_width(self, lengths: np.ndarray, right: np.ndarray) -> None:
         """What slots brought, where tokens share the time that all took; those behind the last row might have."""

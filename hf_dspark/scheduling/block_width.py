@@ -9,7 +9,7 @@ import numpy as np
 from .outlook import Average
 
 WHOLE_AT_FIRST = 8  # drafted rounds with whole blocks before any other
-WHOLE_AGAIN = 16  # drafted rounds from one whole block to the next, to see what late slots are like by now
+WHOLE_AGAIN = 16  # drafted rounds from one whole block to the next
 
 
 class BlockWidth:
@@ -34,10 +34,15 @@ class BlockWidth:
             cost: of a row, in tokens of that time.
         """
         self._rounds += 1
-        if not cost or self._rounds <= WHOLE_AT_FIRST or self._rounds % WHOLE_AGAIN == 0:
+        if not cost or self.explores:
             return most
         net = np.cumsum([gain.value - cost for gain in self._gains[:most]])
         return most - int(net[::-1].argmax())
+
+    @property
+    def explores(self) -> bool:
+        """Whether the round is one of those that show what late slots are like by now."""
+        return self._rounds <= WHOLE_AT_FIRST or self._rounds % WHOLE_AGAIN == 0
 
     def learn(self, gains: Sequence[float]) -> None:
         """Take in what each slot brought, a request."""

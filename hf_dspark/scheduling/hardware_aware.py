@@ -53,7 +53,8 @@ class HardwareAware(Scheduler):
     past rounds, at least that of plain decoding: a second spent on one more token has to bring as much as it would in
     any other round. A draft ends where stopping beats every longer draft, with c_1..c_k known and later confidences
     as past rounds let expect them; so the rule sees beyond a step in the costs, yet, sampling, depends on nothing that
-    depends on x_k. Greedy, drafting on costs the time of the heads alone, for what was drafted is cut at the optimum.
+    depends on x_k. Greedy, drafting on costs the time of the heads alone, for what was drafted is cut at the optimum;
+    sampling, a slot that the heads have come to may still be left out for its confidence.
     Confidences are corrected by a [`TextBias`]; a drafter without confidence head has its past acceptance by slot for
     them. Time that a cut saves counts less what measured times may be off. Of the block no more rows are computed than
     were worth it, by [`BlockWidth`].
@@ -100,7 +101,6 @@ class HardwareAware(Scheduler):
         most = min(self.length, room)
         self._probabilities: list[float] = []
         self._unpredicted: list[int] = []
-        self._cut = 0  # drafts that were not verified
         self._drafting = most > 0 and self._ledger.allows()
         self._count_costs(most)
         if self._drafting:
@@ -120,6 +120,12 @@ class HardwareAware(Scheduler):
         self._seconds = [price * (fixed + t) + self._head * n for n, t in enumerate(costs.verify[: width + 1])]
         self._cautious = costs.cautious(self._seconds).tolist()
 
+    def goes_on(self, slot: int) -> bool:
+        if not self._head or self._width.explores:
+            return True
+        stopping = self._values[slot] if self.do_sample else max(self._if_cut(self._values, slot))
+        return max(self._values[slot + 1 :]) >= stopping
+
     def admits(self, slot: int, confidence: float | None) -> bool:
         if confidence is None:
             self._unpredicted.append(slot)
@@ -128,18 +134,14 @@ class HardwareAware(Scheduler):
             probability = float(self._bias.correct(0, confidence))
             self._outlook.learn(slot, probability, self._probabilities[-1] if slot else None)
         self._probabilities.append(probability)
-        if not (self.do_sample or self._head):
-            return True  # for nothing
         expected = self._probabilities + self._outlook.after(slot, probability)
-        values = gains(expected, self._cautious, self.rate)
-        stopping = values[slot] if self.do_sample else max(self._if_cut(values, slot))
-        return max(values[slot + 1 :]) >= stopping
+        self._values = gains(expected, self._cautious, self.rate)
+        stopping = self._values[slot] - self.rate * self._head  # which has come to this slot
+        return not self.do_sample or max(self._values[slot + 1 :]) >= stopping
 
     def keep(self, drafted: int) -> int:
         values = self._if_cut(gains(self._probabilities[:drafted], self._cautious, self.rate), drafted)
-        length = max(range(drafted + 1), key=lambda length: (values[length], length))
-        self._cut = drafted - length
-        return length
+        return max(range(drafted + 1), key=lambda length: (values[length], length))
 
     def _if_cut(self, values: Sequence[float], drafted: int) -> list[float]:
         """Values by length, of a draft that the heads have come so far with."""
@@ -152,7 +154,8 @@ class HardwareAware(Scheduler):
                 self._outlook.learn(slot, slot < accepted)
         if self._drafting:
             self._learn_width(verified)
-        spent = self._seconds[verified] + self._head * self._cut if self._drafting else self.plain
+        left_out = len(self._probabilities) - verified  # slots that the heads came to for nothing
+        spent = self._seconds[verified] + self._head * left_out if self._drafting else self.plain
         slowness = seconds / (spent / self.price if self._drafting else spent)
         self._ledger.book(self._drafting, 1 + accepted, spent / self.plain, slowness)
 

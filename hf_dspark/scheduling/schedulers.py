@@ -21,6 +21,10 @@ class Scheduler:
         """How many tokens the round that begins may draft, if `room` are left for it; 0 decodes plainly."""
         return min(self.length, room)
 
+    def goes_on(self, slot: int) -> bool:
+        """Whether the heads come to slot `slot` (from 1), now that those before it are drafted."""
+        return True
+
     def admits(self, slot: int, confidence: float | None) -> bool:
         """Whether to draft slot `slot` (from 0), accepted with probability `confidence` (`None`: not predicted)."""
         return True

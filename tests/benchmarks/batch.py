@@ -4,9 +4,9 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
     python tests/benchmarks/batch.py TARGET DRAFTER [--requests 1,2,4,8,16,32] [--tokens 64] [--output FOLDER]
 
 Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all
-requests against those of each) and `load.png` (tokens verified a request and round against R). For every R, the ways
-of decoding run right after one another, in an order that changes; times are medians. Beside what was measured stands
-what the same rounds take by the profile, as machines have neighbours.
+requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of decoding
+run right after one another, in an order that changes, on one batch of questions after the other; figures are medians
+over batches. Beside what was measured stands what the same rounds take by the profile, as machines have neighbours.
 """
 
 from __future__ import annotations
@@ -39,20 +39,31 @@ TOPICS = ("rain", "bridges", "bread", "prime numbers", "the moon", "bicycles", "
 @dataclass
 class Result:
     """
-    What a way of decoding does with R requests: tokens per second, measured and by the profile, and tokens verified a
-    request and round.
+    What a way of decoding does with R requests: tokens per second, how many times plain `generate()` that is, measured
+    and by the profile, tokens verified a request and round, and how many of so many batches got the same texts.
     """
 
     requests: int
     variant: str
     tokens_per_second: float
+    speedup: float
     by_profile: float
     verified: float
-    equal: bool
+    equal: str
 
     @property
     def each(self) -> float:
         return self.tokens_per_second / self.requests
+
+
+@dataclass
+class Run:
+    """A way of decoding with one batch: its texts, seconds by the clock and by the profile, and tokens verified."""
+
+    texts: torch.Tensor
+    seconds: float
+    modelled: float
+    verified: list[int]
 
 
 class Sweep:
@@ -62,8 +73,8 @@ class Sweep:
         self.target, self.drafter, self.tokenizer, self.tokens = target, drafter, tokenizer, tokens
         self.questions = [form.format(topic) for topic, form in product(TOPICS, FORMS)]
 
-    def prompts(self, requests: int) -> dict[str, torch.Tensor]:
-        questions = [self.questions[i % len(self.questions)] for i in range(requests)]
+    def prompts(self, requests: int, batch: int = 0) -> dict[str, torch.Tensor]:
+        questions = [self.questions[i % len(self.questions)] for i in range(batch * requests, (batch + 1) * requests)]
         return self.tokenizer.apply_chat_template(
             [[{"role": "user", "content": question}] for question in questions],
             add_generation_prompt=True,
@@ -72,50 +83,54 @@ class Sweep:
             return_dict=True,
         ).to(self.target.device)
 
-    def run(self, variant: str, prompts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        """The texts, and the seconds."""
-        drafter = None if variant == PLAIN else self.drafter
+    def run(self, variant: str, prompts: dict[str, torch.Tensor]) -> Run:
+        requests, length = prompts["input_ids"].shape
+        costs = costs_by_rows(self.drafter, length)
         self.drafter.generation_config.num_assistant_tokens = (
             None if variant in (PLAIN, AWARE) else int(variant.split()[-1])
         )
-        begin = time.perf_counter()
-        texts = self.target.generate(**prompts, assistant_model=drafter, max_new_tokens=self.tokens, do_sample=False)[
-            :, prompts["input_ids"].shape[1] :
-        ].cpu()
-        return texts, time.perf_counter() - begin
+        with trace(self.drafter) as rounds, watched_drafts() as drafts:
+            begin = time.perf_counter()
+            texts = self.target.generate(
+                **prompts,
+                assistant_model=None if variant == PLAIN else self.drafter,
+                max_new_tokens=self.tokens,
+                do_sample=False,
+            )[:, length:].cpu()
+            seconds = time.perf_counter() - begin
+        if variant == PLAIN:
+            steps = int(self.lengths(texts).max()) - 1  # the first token is the prompt's
+            return Run(texts, seconds, steps * costs(requests).plain, [])
+        return Run(texts, seconds, modelled_seconds(drafts, rounds, costs), [len(one.draft) for one in rounds])
 
     def lengths(self, texts: torch.Tensor) -> torch.Tensor:
         """How many tokens were generated of each text, up to its end."""
         ends = torch.isin(texts, torch.tensor(self.target.generation_config.eos_token_id))
         return (ends.cumsum(1) - ends.int() == 0).sum(1)
 
-    def compare(self, requests: int, variants: list[str], repeats: int) -> list[Result]:
-        prompts, order = self.prompts(requests), list(variants)
-        costs = costs_by_rows(self.drafter, prompts["input_ids"].shape[1])
-        texts: dict[str, torch.Tensor] = {}
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        modelled: dict[str, list[float]] = {variant: [] for variant in variants}
-        verified: dict[str, list[int]] = {variant: [] for variant in variants}
-        for repeat in range(1 + repeats):
-            for variant in order:
-                with trace(self.drafter) as rounds, watched_drafts() as drafts:
-                    texts[variant], spent = self.run(variant, prompts)
-                if variant == PLAIN:
-                    steps = int(self.lengths(texts[PLAIN]).max()) - 1  # the first token is the prompt's
-                    modelled[PLAIN].append(steps * costs(requests).plain)
-                else:
-                    modelled[variant].append(modelled_seconds(drafts, rounds, costs))
-                    verified[variant] += [len(one.draft) for one in rounds]
-                if repeat:  # the first is to warm up
-                    seconds[variant].append(spent)
+    def compare(self, requests: int, variants: list[str], batches: int) -> list[Result]:
+        for variant in variants:  # to warm up
+            self.run(variant, self.prompts(requests))
+        order = list(variants)
+        runs: dict[str, list[Run]] = {variant: [] for variant in variants}
+        for batch in range(batches):
             random.shuffle(order)
-        results = []
-        for variant in variants:
-            tokens = int(self.lengths(texts[variant]).sum())
-            speeds = (tokens / statistics.median(times[variant]) for times in (seconds, modelled))
-            mean = statistics.fmean(verified[variant] or [0])
-            results.append(Result(requests, variant, *speeds, mean, torch.equal(texts[variant], texts[PLAIN])))
-        return results
+            for variant in order:
+                runs[variant].append(self.run(variant, self.prompts(requests, batch)))
+        return [self.result(requests, variant, runs[variant], runs[PLAIN]) for variant in variants]
+
+    def result(self, requests: int, variant: str, runs: list[Run], plain: list[Run]) -> Result:
+        pairs = list(zip(runs, plain, strict=True))
+        verified = [count for run in runs for count in run.verified]
+        return Result(
+            requests,
+            variant,
+            statistics.median(int(self.lengths(run.texts).sum()) / run.seconds for run in runs),
+            statistics.median(base.seconds / run.seconds for run, base in pairs),
+            statistics.median(base.modelled / run.modelled for run, base in pairs),
+            statistics.fmean(verified or [0]),
+            f"{sum(torch.equal(run.texts, base.texts) for run, base in pairs)} of {len(pairs)}",
+        )
 
 
 def table(results: list[Result]) -> str:
@@ -123,14 +138,11 @@ def table(results: list[Result]) -> str:
         "| R | way | tokens/s | each | × plain | by the profile | verified | equal |",
         f"|--:|---{'|--:' * 5}|---|",
     ]
-    plain = {one.requests: one for one in results if one.variant == PLAIN}
-    for one in results:
-        base = plain[one.requests]
-        lines.append(
-            f"| {one.requests} | {one.variant} | {one.tokens_per_second:.1f} | {one.each:.1f} | "
-            f"{one.tokens_per_second / base.tokens_per_second:.2f} | {one.by_profile / base.by_profile:.2f} | "
-            f"{one.verified:.2f} | {'yes' if one.equal else 'no'} |"
-        )
+    lines += [
+        f"| {one.requests} | {one.variant} | {one.tokens_per_second:.1f} | {one.each:.1f} | {one.speedup:.2f} | "
+        f"{one.by_profile:.2f} | {one.verified:.2f} | {one.equal} |"
+        for one in results
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +169,7 @@ def main(
     requests: Annotated[str, typer.Option(help="R, separated by commas.")] = "1,2,4,8,16,32",
     fixed: Annotated[str, typer.Option(help="Fixed lengths of drafts, separated by commas.")] = "1,2,4",
     tokens: Annotated[int, typer.Option(help="The most a request generates.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Times that each is measured.")] = 5,
+    batches: Annotated[int, typer.Option(help="Of every size, with other questions each.")] = 5,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Of both models.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="What the profile of this machine may take, beyond its least.")] = 60,
@@ -181,7 +193,7 @@ def main(
     variants = [PLAIN, *(f"fixed {length}" for length in fixed.split(",")), AWARE]
     results: list[Result] = []
     for load in loads:
-        results += sweep.compare(load, variants, repeats)
+        results += sweep.compare(load, variants, batches)
         print(table(results[-len(variants) :]))
     output.mkdir(parents=True, exist_ok=True)
     (output / "batch.md").write_text(table(results), encoding="utf-8")

@@ -119,7 +119,7 @@ def hardware_aware(
     for confidences, right in rounds:
         limit = count = scheduler.limit(LENGTH)
         for k in range(limit):
-            if not scheduler.admits(k, confidences[k]):
+            if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidences[k]):
                 count = k
                 break
         if limit and not do_sample:
@@ -226,18 +226,22 @@ def play_batch(
     while rows:
         confidences, right = zip(*(texts[row][places[row]] for row in rows))
         limits = scheduler.limits([tokens - places[row] - 1 for row in rows])
-        width = max(limits)
+        width, heads, counts = max(limits), 0, [0] * len(rows)
         for slot in range(width):
+            if slot and not scheduler.goes_on(slot):
+                break
             going = [i for i, limit in enumerate(limits) if slot < limit]
             scheduler.admits(slot, going, [confidences[i][slot] for i in going])
-        counts = scheduler.keep(limits) if width else limits
+            heads = slot + 1
+            counts = [min(limit, heads) for limit in limits]
+        counts = scheduler.keep(counts) if width else counts
         accepted = [
             min([*right[i], False].index(False), count, ends[row] - places[row] - 1)
             for i, (row, count) in enumerate(zip(rows, counts))
         ]
         here = costs(len(rows))
-        left_out = len(right[0]) - width
-        drafting = here.draft_without(rows=left_out, heads=left_out) if width else 0.0
+        slots = len(right[0])
+        drafting = here.draft_without(rows=slots - width, heads=slots - heads) if width else 0.0
         took = drafting + here.verify[sum(counts)] + here.overhead
         scheduler.observe(counts, accepted, took)
         seconds += took
