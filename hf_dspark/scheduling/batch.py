@@ -93,7 +93,7 @@ def allot(values: np.ndarray, seconds: np.ndarray, rate: float) -> np.ndarray:
         rate: λ, tokens per second.
     """
     rows, slots = values.shape
-    ranked = np.argsort(-values, axis=None, kind="stable")[: np.count_nonzero(values >= 0)]
+    ranked = np.argsort(-values, axis=None)[: np.count_nonzero(values >= 0)]
     gains = values.ravel()[ranked].cumsum() - rate * (seconds[1 : len(ranked) + 1] - seconds[0])
     best = len(gains) - int(gains[::-1].argmax()) if len(gains) else 0
     if best and gains[best - 1] < 0:
@@ -135,6 +135,7 @@ class HardwareAwareBatch(BatchScheduler):
     ):
         check(costs(1), length)
         self.costs = cache(costs)
+        self._verify = cache(lambda rows: np.array(costs(rows).verify))
         self.length = length
         self.do_sample = do_sample
         experience = experience or Experience(length)
@@ -151,8 +152,10 @@ class HardwareAwareBatch(BatchScheduler):
         self._weights = weights(self._left, self._pace.each())
         self._plain = costs.plain
         self._rate = self._ledger.rate * rows / self._plain
-        self._begin(most)
-        self._drafting = bool(most.any()) and self._ledger.allows()
+        cost = self._rate * self._ledger.price * (costs.row + costs.head) / rows
+        width = self._width.choose(int(most.max()), cost)
+        self._begin(np.minimum(most, width))
+        self._drafting = width > 0 and self._ledger.allows()
         if self._drafting:
             # At the end of a text nothing is left to learn for: what is likely has to pay, not what is possible.
             likely = np.array([self._outlook.mean(slot) for slot in range(self.length)])
@@ -160,21 +163,15 @@ class HardwareAwareBatch(BatchScheduler):
             hopes[self._beyond] = -1.0
             lengths = allot(hopes, self._seconds, self._rate)
             tokens = hopes[np.arange(self.length) < lengths[:, None]].sum()
-            self._drafting = tokens > self._rate * (self._spent(lengths.sum(), lengths.max()) - self._plain)
-        if self._drafting:
-            slot = self._rate * self._ledger.price * (costs.row + costs.head) / rows
-            width = self._width.choose(int(most.max()), slot)
-            if width < most.max():
-                most = np.minimum(most, width)
-                self._begin(most)
-        return most.tolist() if self._drafting else [0] * rows
+            self._drafting = bool(tokens > self._rate * (self._spent(lengths.sum(), lengths.max()) - self._plain))
+        return np.minimum(most, width).tolist() if self._drafting else [0] * rows
 
     def _begin(self, most: np.ndarray) -> None:
         """A round with blocks of which so many slots (R,) can be drafted."""
         costs, price = self.costs(len(most)), self._ledger.price
         fixed = costs.draft_without(rows=self.length - int(most.max()), heads=self.length) + costs.overhead
         self._head = price * costs.head
-        self._seconds = price * (fixed + np.array(costs.verify[: most.sum() + 1]))  # but for the heads
+        self._seconds = price * (fixed + self._verify(len(most))[: most.sum() + 1])  # but for the heads
         self._cautious = costs.cautious(self._seconds)
         self._beyond = np.arange(self.length) >= most[:, None]
         self._values = np.where(self._beyond, -1.0, 0.0)  # of tokens: survivals by the weights of rows
@@ -191,7 +188,7 @@ class HardwareAwareBatch(BatchScheduler):
             return True
         more = len(self._cautious) - 1 - self._admitted
         price = (self._cautious[-1] - self._cautious[self._admitted]) / max(more, 1)  # of a token, about
-        brought = (self._later - self._rate * price).clip(0).sum(0) - self._rate * self._head
+        brought = np.maximum(self._later - self._rate * price, 0.0).sum(0) - self._rate * self._head
         return bool(brought.cumsum().max() > 0)
 
     def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
@@ -207,7 +204,7 @@ class HardwareAwareBatch(BatchScheduler):
         self._values[index, slot] = here
         self._heads = slot + 1
         later = self._outlook.after_each(slot, values)
-        expected = np.hstack([here[:, None], later]).cumprod(1)
+        expected = np.concatenate([here[:, None], later], 1).cumprod(1)
         expected[self._beyond[index, slot:]] = -1.0
         admitted = np.full(len(index), True)
         if self.do_sample:
@@ -235,7 +232,7 @@ class HardwareAwareBatch(BatchScheduler):
             self._pace.learn(1 + right)
         spent = self._spent(lengths.sum(), self._heads) if self._drafting else self._plain
         progress = self._left.max() - (self._left - 1 - right).max()  # 1 without drafts, and so is that of all rows
-        worth = float((self._weights * (1 + right)).mean())
+        worth = float(self._weights @ (1 + right)) / len(right)
         slowness = seconds / (spent / self._ledger.price if self._drafting else spent)
         self._ledger.book(self._drafting, progress, spent / self._plain, slowness, worth)
 
@@ -252,5 +249,5 @@ class HardwareAwareBatch(BatchScheduler):
         brought = np.where(slots < lengths[:, None], accepted - price, 0.0)
         if width < self.length and (whole := lengths == width).any():
             later = self._outlook.after_each(width - 1, self._likely[whole, width - 1]).cumprod(1)
-            brought[whole, width:] = (later * self._values[whole, width - 1 : width] - price).clip(0)
-        self._width.learn(brought.mean(0).tolist())
+            brought[whole, width:] = np.maximum(later * self._values[whole, width - 1 : width] - price, 0.0)
+        self._width.learn(brought.mean(0))

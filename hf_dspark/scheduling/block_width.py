@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from .outlook import Average
@@ -23,8 +21,13 @@ class BlockWidth:
     """
 
     def __init__(self, length: int):
-        self._gains = [Average(0.0, weight=0.01) for _ in range(length)]
+        self._gains = Average(np.zeros(length), weight=0.01)
         self._rounds = 0
+
+    @property
+    def explores(self) -> bool:
+        """Whether the round is one of those that show what late slots are like by now."""
+        return self._rounds < WHOLE_AT_FIRST or self._rounds % WHOLE_AGAIN == 0
 
     def choose(self, most: int, cost: float) -> int:
         """
@@ -33,18 +36,12 @@ class BlockWidth:
         Args:
             cost: of a row, in tokens of that time.
         """
-        self._rounds += 1
-        if not cost or self.explores:
+        if not most or not cost or self.explores:
             return most
-        net = np.cumsum([gain.value - cost for gain in self._gains[:most]])
+        net = np.cumsum(self._gains.value[:most] - cost)
         return most - int(net[::-1].argmax())
 
-    @property
-    def explores(self) -> bool:
-        """Whether the round is one of those that show what late slots are like by now."""
-        return self._rounds <= WHOLE_AT_FIRST or self._rounds % WHOLE_AGAIN == 0
-
-    def learn(self, gains: Sequence[float]) -> None:
-        """Take in what each slot brought, a request."""
-        for average, gain in zip(self._gains, gains):
-            average.add(gain)
+    def learn(self, gains: np.ndarray) -> None:
+        """Take in what each slot (γ,) of a drafted round brought, a request."""
+        self._gains.add(gains)
+        self._rounds += 1

@@ -99,18 +99,16 @@ class HardwareAware(Scheduler):
 
     def limit(self, room: int) -> int:
         most = min(self.length, room)
+        width = self._width.choose(most, self.rate * self.price * self.costs.row)
         self._probabilities: list[float] = []
         self._unpredicted: list[int] = []
-        self._drafting = most > 0 and self._ledger.allows()
-        self._count_costs(most)
+        self._count_costs(width)
+        self._drafting = width > 0 and self._ledger.allows()
         if self._drafting:
             # At the end of the text nothing is left to learn for: what is likely has to pay, not what is possible.
-            hopes = [self._outlook.mean(slot) if most < self.length else 1.0 for slot in range(most)]
+            hopes = [self._outlook.mean(slot) if most < self.length else 1.0 for slot in range(width)]
             self._drafting = max(gains(hopes, self._seconds, self.rate)) > 1 - self.rate * self.plain
-        if self._drafting:
-            most = self._width.choose(most, self.rate * self.price * self.costs.row)
-            self._count_costs(most)
-        return most if self._drafting else 0
+        return width if self._drafting else 0
 
     def _count_costs(self, width: int) -> None:
         """What this round takes, by the number of drafts, if its block has rows for `width` of them."""
@@ -167,4 +165,4 @@ class HardwareAware(Scheduler):
         seconds = [self.price * t + self._head * n for n, t in enumerate(self.costs.verify)]
         brought = np.zeros(self.length)
         brought[: len(likely)] = np.diff(np.maximum.accumulate(gains(likely, seconds, self.rate)))
-        self._width.learn(brought.tolist())
+        self._width.learn(brought)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -13,18 +13,19 @@ PRIOR = 4  # rounds that what is assumed at first weighs
 UNSEEN = 0.7  # acceptance assumed of a slot that no round has reached
 
 
-class Average:
+class Average(Generic[Value]):
     """A weighted mean in which older entries fade; `start` counts like an entry of the past with weight `weight`."""
 
-    def __init__(self, start: float, weight: float = PRIOR):
-        self._sum, self._weight = start * weight, weight
+    def __init__(self, start: Value, weight: float = PRIOR):
+        self._sum: Value = start * weight
+        self._weight = weight
 
-    def add(self, value: float, weight: float = 1.0) -> None:
+    def add(self, value: Value, weight: float = 1.0) -> None:
         self._sum = value * weight + (1 - 1 / MEMORY) * self._sum
         self._weight = weight + (1 - 1 / MEMORY) * self._weight
 
     @property
-    def value(self) -> float:
+    def value(self) -> Value:
         return self._sum / self._weight
 
 
@@ -63,7 +64,7 @@ class Outlook:
         """The same for each of several rows: (rows, slots after)."""
         later = np.array([average.value for average in self._reached[slot + 1 :]])
         shift = self._slope * (values - self._passed[slot].value)
-        return np.clip(later + shift[:, None], 0.0, 1.0)
+        return np.minimum(np.maximum(later + shift[:, None], 0.0), 1.0)  # faster than `clip`
 
     @property
     def _slope(self) -> float:

@@ -27,7 +27,7 @@ class TextBias:
 
     def correct(self, rows: int | np.ndarray, confidences: float | Sequence[float]) -> np.ndarray:
         """The probabilities that drafts of these `rows`, one of each, are accepted."""
-        sure = np.clip(confidences, SURE, 1 - SURE)
+        sure = np.minimum(np.maximum(confidences, SURE), 1 - SURE)
         return 1 / (1 + (1 / sure - 1) * np.exp(-self._shift[rows]))
 
     def learn(self, rows: int | np.ndarray, probabilities: float | np.ndarray, accepted: bool | np.ndarray) -> None:

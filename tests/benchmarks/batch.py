@@ -33,7 +33,10 @@ from hf_dspark.scheduling.profile import HardwareProfile
 
 PLAIN, AWARE = "plain", "hardware-aware"
 FORMS = ("Explain {} to a child.", "Write a short poem about {}.", "What should everybody know about {}?", "Why {}?")
-TOPICS = ("rain", "bridges", "bread", "prime numbers", "the moon", "bicycles", "rivers", "chess")
+TOPICS = (
+    *("rain", "bridges", "bread", "prime numbers", "the moon", "bicycles", "rivers", "chess"),
+    *("glass", "bees", "maps", "volcanoes", "the violin", "clocks", "salt", "sailing ships"),
+)
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Sweep:
     def __init__(self, target: PreTrainedModel, drafter: DSparkModel, tokenizer, tokens: int):
         self.target, self.drafter, self.tokenizer, self.tokens = target, drafter, tokenizer, tokens
         self.questions = [form.format(topic) for topic, form in product(TOPICS, FORMS)]
+        random.Random(0).shuffle(self.questions)
 
     def prompts(self, requests: int, batch: int = 0) -> dict[str, torch.Tensor]:
         questions = [self.questions[i % len(self.questions)] for i in range(batch * requests, (batch + 1) * requests)]
