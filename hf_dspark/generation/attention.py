@@ -146,7 +146,7 @@ def _attend(
     """
     rows, heads, width, size = query.shape
     shared = heads // key.shape[1]
-    few = implementation == "sdpa" and shared > 1 and 1 < width <= _WIDEST
+    few = implementation == "sdpa" and shared > 1 and width <= _WIDEST
     one_mask = attention_mask is not None and attention_mask.shape[1] == 1
     more = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
     if more or not (few and one_mask):
@@ -155,7 +155,7 @@ def _attend(
         query.reshape(rows, key.shape[1], shared * width, size),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, shared, 1),
+        attn_mask=attention_mask.expand(-1, shared, -1, -1).reshape(len(attention_mask), 1, shared * width, -1),
         scale=kwargs.get("scaling"),
     )
     return output.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
@@ -173,16 +173,13 @@ def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:
         make = AttentionMaskInterface().get(implementation)
         return None if make is None else make(*args, **kwargs)
     device, window = kwargs["device"], kwargs.get("local_size")
-    is_sdpa = _padded(implementation) == "sdpa"
     causal = kwargs.get("allow_is_causal_skip") and (window is None or tokens.width <= window)
-    if is_sdpa and causal and tokens.even and not any(tokens.lengths):
+    if _padded(implementation) == "sdpa" and causal and tokens.even and not any(tokens.lengths):
         return None  # plainly causal, which needs no mask
     held = torch.tensor(tokens.lengths, device=device)[:, None, None, None]
     queries = held + torch.arange(tokens.width, device=device)[:, None]
     columns = torch.arange(tokens.longest, device=device)
     whichever = torch.zeros((), dtype=torch.long, device=device)  # of sequence or head: the mask is the same
     visible = kwargs["mask_function"](whichever, whichever, queries, columns)
-    if is_sdpa:
-        return visible
-    dtype = kwargs.get("dtype", torch.float32)
+    dtype = kwargs.get("dtype", torch.float32)  # each layer would turn a boolean mask into such numbers
     return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill(~visible, torch.finfo(dtype).min)

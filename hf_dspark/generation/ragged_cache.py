@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -34,7 +35,7 @@ class Flattened:
         slots = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[rows]
         return cls(list(counts), list(lengths), *torch.stack([rows, slots, held[rows] + slots]).to(device))
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The most tokens that a row has in this pass."""
         return max(self.counts)
@@ -44,7 +45,7 @@ class Flattened:
         """The most columns that a row of the cache has after this pass."""
         return max(held + count for held, count in zip(self.lengths, self.counts))
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all rows have equally many tokens in this pass."""
         return min(self.counts) == self.width
@@ -56,7 +57,8 @@ class Flattened:
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """States (1, heads, N, head_dim) by row, (R, heads, width, head_dim); zero where a row has none."""
         if self.even:
-            return states[0].unflatten(1, (len(self.counts), self.width)).transpose(0, 1)
+            _, heads, _, size = states.shape
+            return states.view(heads, len(self.counts), self.width, size).transpose(0, 1)
         padded = states.new_zeros(len(self.counts), states.shape[1], self.width, states.shape[3])
         padded[self.rows.to(states.device), :, self.slots.to(states.device)] = states[0].transpose(0, 1)
         return padded
