@@ -269,7 +269,7 @@ def _measure(
 
     passes: dict[tuple, Callable[[], float]] = {}  # by rows, width and depth, or by a field of a draft cell and rows
     for row_count in sorted(rows):
-        widths = range(1, most + 1) if row_count == 1 else sorted({1, (most + 1) // 2, most})
+        widths = range(1, most + 1) if row_count == 1 else sorted({1, 2, (most + 1) // 2, most})
         for depth in depths:
             kind = SingleBench if row_count == 1 else BatchBench
             bench = kind(target, drafter, text[None, :depth].repeat(row_count, 1))

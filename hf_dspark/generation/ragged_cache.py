@@ -54,20 +54,30 @@ class Flattened:
         """Where each row's last token is among the N, (R,)."""
         return (torch.tensor(self.counts).cumsum(0) - 1).to(self.rows.device)
 
+    @cached_property
+    def _padded(self) -> torch.Tensor:
+        """Which tokens rows of one width consist of, (R · width,); those of a shorter row end in its last again."""
+        counts = torch.tensor(self.counts)[:, None]
+        starts = counts.cumsum(0) - counts
+        slots = torch.minimum(torch.arange(self.width), counts - 1)
+        return (starts + slots).clamp(min=0).flatten().to(self.rows.device)
+
+    @cached_property
+    def _unpadded(self) -> torch.Tensor:
+        """The places (N,) of the tokens in there."""
+        return self.rows * self.width + self.slots
+
     def pad(self, states: torch.Tensor) -> torch.Tensor:
-        """States (1, heads, N, head_dim) by row, (R, heads, width, head_dim); zero where a row has none."""
-        if self.even:
-            _, heads, _, size = states.shape
-            return states.view(heads, len(self.counts), self.width, size).transpose(0, 1)
-        padded = states.new_zeros(len(self.counts), states.shape[1], self.width, states.shape[3])
-        padded[self.rows.to(states.device), :, self.slots.to(states.device)] = states[0].transpose(0, 1)
-        return padded
+        """States (1, heads, N, head_dim) by row, (R, heads, width, head_dim); anything where a row has none."""
+        tokens = states[0].transpose(0, 1)
+        if not self.even:
+            tokens = tokens.index_select(0, self._padded.to(states.device))
+        return tokens.unflatten(0, (len(self.counts), self.width)).transpose(1, 2)
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """The way back for states by row (R, width, ...): (1, N, ...)."""
-        if self.even:
-            return states.flatten(0, 1)[None]
-        return states[self.rows.to(states.device), self.slots.to(states.device)][None]
+        tokens = states.flatten(0, 1)
+        return (tokens if self.even else tokens.index_select(0, self._unpadded.to(states.device)))[None]
 
 
 class RaggedCache:
