@@ -5,8 +5,9 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
 
 Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all
 requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of decoding
-run right after one another, in an order that changes, on one batch of questions after the other; figures are medians
-over batches. Beside what was measured stands what the same rounds take by the profile, as machines have neighbours.
+run right after one another, in an order that changes, on one batch of questions after the other; figures are of all
+batches together, as texts have luck of their own. Beside what was measured stands what the same rounds take by the
+profile, as machines have neighbours.
 """
 
 from __future__ import annotations
@@ -124,16 +125,18 @@ class Sweep:
         return [self.result(requests, variant, runs[variant], runs[PLAIN]) for variant in variants]
 
     def result(self, requests: int, variant: str, runs: list[Run], plain: list[Run]) -> Result:
-        pairs = list(zip(runs, plain, strict=True))
+        tokens = sum(int(self.lengths(run.texts).sum()) for run in runs)
+        seconds, modelled = (sum(getattr(run, name) for run in runs) for name in ("seconds", "modelled"))
         verified = [count for run in runs for count in run.verified]
+        equal = sum(torch.equal(run.texts, base.texts) for run, base in zip(runs, plain, strict=True))
         return Result(
             requests,
             variant,
-            statistics.median(int(self.lengths(run.texts).sum()) / run.seconds for run in runs),
-            statistics.median(base.seconds / run.seconds for run, base in pairs),
-            statistics.median(base.modelled / run.modelled for run, base in pairs),
+            tokens / seconds,
+            sum(run.seconds for run in plain) / seconds,
+            sum(run.modelled for run in plain) / modelled,
             statistics.fmean(verified or [0]),
-            f"{sum(torch.equal(run.texts, base.texts) for run, base in pairs)} of {len(pairs)}",
+            f"{equal} of {len(runs)}",
         )
 
 
