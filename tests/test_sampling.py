@@ -117,7 +117,7 @@ def test_confidence_threshold(threshold):
 CURVES = {
     "smooth": RoundCosts(draft=0.05, verify=(1.0, 1.08, 1.16, 1.24, 1.32, 1.4)),
     "cliff": RoundCosts(draft=0.02, verify=(1.0, 1.0, 1.25, 1.27, 1.29, 1.31), error=0.05),
-    "dear heads": RoundCosts(draft=0.5, verify=(1.0, 1.02, 1.04, 1.06, 1.08, 1.1), head=0.05),
+    "dear heads": RoundCosts(draft=1.1, verify=(1.0, 1.02, 1.04, 1.06, 1.08, 1.1), head=0.05),
 }
 
 
