@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduling import CURVES, ROWS, P, Q, confidence, verified
+from test_scheduling import CURVES, ROWS, P, Q, confidence, slots_of, verified
+from test_scheduling import decide as decide_one
 
 from hf_dspark.scheduling.batch import BatchScheduler, EachRow, HardwareAwareBatch, allot
 from hf_dspark.scheduling.costs import RoundCosts
@@ -25,7 +26,7 @@ def decide(scheduler: BatchScheduler, confidences, do_sample: bool = True, rooms
     counts, going = [0] * len(limits), list(range(len(limits)))
     for k in range(max(limits)):
         going = [row for row in going if k < limits[row]]
-        if not going or (k and not scheduler.goes_on(k)):
+        if not going or not scheduler.goes_on(k):
             break
         admitted = scheduler.admits(k, going, [confidences[row][k] for row in going])
         going = [row for row, yes in zip(going, admitted, strict=True) if yes]
@@ -69,13 +70,7 @@ def test_a_batch_of_one_is_scheduled_as_one_sequence(do_sample, seed, curve):
     one, many = HardwareAware(costs, 2, do_sample), HardwareAwareBatch(lambda rows: costs, 2, do_sample)
     for _ in range(60):
         confidences = [draw.random() for _ in range(draw.choice((1, 2, 2, 2)))]
-        limit = count = one.limit(len(confidences))
-        for k in range(limit):
-            if (k and not one.goes_on(k)) or not one.admits(k, confidences[k]):
-                count = k
-                break
-        if limit and not do_sample:
-            count = one.keep(count)
+        limit, count = decide_one(one, confidences, do_sample)
         assert decide(many, [confidences], do_sample) == ([limit], [count])
         accepted, seconds = draw.randint(0, count), draw.uniform(0.5, 2)
         one.observe(count, accepted, seconds)
@@ -96,7 +91,7 @@ def test_each_row_for_itself(confidences, threshold):
 def causal(scheduler: BatchScheduler, drafts, limits) -> list[int]:
     counts, going = [0, 0], [0, 1]
     for k in range(max(limits)):
-        if k and not scheduler.goes_on(k):
+        if not scheduler.goes_on(k):
             break
         asked = [confidence(drafts[row][:k]) for row in going]
         going = [row for row, yes in zip(going, scheduler.admits(k, going, asked), strict=True) if yes]
@@ -252,20 +247,13 @@ def test_heads_come_to_no_slot_where_nothing_is_expected_of_any_row(do_sample):
 
     def heads_run(*likely: int) -> int:
         scheduler, most = HardwareAwareBatch(lambda rows: costs, 6, do_sample), 0
+        slots = slots_of(scheduler)
         for _ in range(60):
-            asked, limits = 0, scheduler.limits([100, 100])
-            going, counts = [0, 1], [0, 0]
-            for k in range(max(limits)):
-                if not going or (k and not scheduler.goes_on(k)):
-                    break
-                asked = k + 1
-                admitted = scheduler.admits(k, going, [0.9 if k < likely[row] else 0.02 for row in going])
-                going = [row for row, yes in zip(going, admitted, strict=True) if yes]
-                for row in going:
-                    counts[row] = asked
-            counts = scheduler.keep(counts) if any(limits) and not do_sample else counts
+            slots.clear()
+            confidences = [[0.9] * count + [0.02] * (6 - count) for count in likely]
+            _, counts = decide(scheduler, confidences, do_sample, rooms=[100, 100])
             scheduler.observe(counts, [min(pair) for pair in zip(counts, likely, strict=True)], 1.4)
-            most = asked or most
+            most = len(slots) or most
         return most
 
     assert heads_run(1, 2) == 2 and heads_run(5, 5) >= 5

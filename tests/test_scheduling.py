@@ -26,7 +26,7 @@ def decide(scheduler: Scheduler, confidences, do_sample: bool = True) -> tuple[i
     """How many tokens a round may draft, and how many it verifies; asked as the candidate generator asks."""
     limit = count = scheduler.limit(len(confidences))
     for k in range(limit):
-        if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidences[k]):
+        if not scheduler.goes_on(k) or not scheduler.admits(k, confidences[k]):
             count = k
             break
     return limit, count if do_sample or not limit else scheduler.keep(count)
@@ -84,7 +84,7 @@ def confidence(drafted: tuple[int, ...]) -> float:
 def causal(scheduler: Scheduler, draft: tuple[int, ...], limit: int) -> int:
     """How many tokens of a draft go to verification when the scheduler is asked as the generator asks."""
     for k in range(limit):
-        if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidence(draft[:k])):
+        if not scheduler.goes_on(k) or not scheduler.admits(k, confidence(draft[:k])):
             return k
     return limit
 
@@ -277,29 +277,33 @@ def test_rows_of_a_block_are_computed_as_far_as_they_are_worth_it(do_sample):
     assert {limit for *_, limit in rounds} <= {0, 6}
 
 
-def heads_run(scheduler: HardwareAware, confidences) -> int:
-    """How many slots the heads come to in the next round that drafts."""
-    while not (limit := scheduler.limit(len(confidences))):
-        scheduler.observe(0, 0, scheduler.plain)
-    for k in range(limit):
-        if k and not scheduler.goes_on(k):
-            return k
-        if not scheduler.admits(k, confidences[k]):
-            return k + 1
-    return limit
+def slots_of(scheduler) -> list[int]:
+    """The slots that the heads come to from now on, filled as they do."""
+    slots, admits = [], scheduler.admits
+
+    def noted(slot: int, *others):
+        slots.append(slot)
+        return admits(slot, *others)
+
+    scheduler.admits = noted
+    return slots
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("head", [0.0, 0.02])
 def test_heads_come_to_no_slot_where_nothing_is_expected(head, do_sample):
-    """Where they take no time, all confidences are looked at that may still matter."""
+    """Where they take no time, greedy drafts look at all confidences."""
+    hopeless, late = [0.9, 0.02, 0.02, 0.02], [0.05, 1.0, 1.0, 1.0]
     costs = RoundCosts(draft=0.3, verify=(1.0, 1.05, 1.1, 1.15, 1.2), head=head)
     scheduler = settled(HardwareAware(costs, 4, do_sample), 2)
-    slots = heads_run(scheduler, [0.9, 0.02, 0.02, 0.02])
-    if head:
-        assert slots == 2
-    elif not do_sample:
-        assert slots == 4 and scheduler.keep(4) == 1
+    slots = slots_of(scheduler)
+    count = draft_length(scheduler, hopeless)
+    assert len(slots) == (2 if head or do_sample else 4)
+    if not do_sample:
+        assert count == 1
+    assert draft_length(scheduler, late) in (0, 4)
+    if not head and not do_sample:
+        assert draft_length(scheduler, [1.0] * 4) == 4
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -90,7 +90,7 @@ class BatchDrafter:
         calibration = self.drafter.calibration(self.do_sample) if is_read else None
         for slot in range(max(limits)):
             go_on([slot < limits[place] for place in going])
-            if not going or (slot and not self.scheduler.goes_on(slot)):
+            if not going or not self.scheduler.goes_on(slot):
                 break
             block.advance(previous)
             go_on(self.scheduler.admits(slot, going, self._read_confidences(calibration, slot, block, going)))

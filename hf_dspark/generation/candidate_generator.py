@@ -115,7 +115,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         scores: list[torch.Tensor] = []
         calibration = self._calibration()
         for k in range(limit):
-            if k and not self.scheduler.goes_on(k):
+            if not self.scheduler.goes_on(k):
                 break
             block.advance(input_ids[:, -1].to(self.device))
             if not self.scheduler.admits(k, self._confidence(calibration, k, block)):

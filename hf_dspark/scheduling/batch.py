@@ -32,7 +32,7 @@ class BatchScheduler:
         raise NotImplementedError
 
     def goes_on(self, slot: int) -> bool:
-        """Whether the heads come to slot `slot` (from 1) of the rows that still draft."""
+        """Whether the heads come to slot `slot` (from 0) of the rows that still draft."""
         return True
 
     def admits(self, slot: int, rows: Sequence[int], confidences: Sequence[float | None]) -> list[bool]:
@@ -184,7 +184,7 @@ class HardwareAwareBatch(BatchScheduler):
         return self._seconds[verified] + self._head * heads
 
     def goes_on(self, slot: int) -> bool:
-        if not self._head or self._width.explores:
+        if not slot or not self._head or self._width.explores:
             return True
         more = len(self._cautious) - 1 - self._admitted
         price = (self._cautious[-1] - self._cautious[self._admitted]) / max(more, 1)  # of a token, about

@@ -119,7 +119,7 @@ class HardwareAware(Scheduler):
         self._cautious = costs.cautious(self._seconds).tolist()
 
     def goes_on(self, slot: int) -> bool:
-        if not self._head or self._width.explores:
+        if not slot or not self._head or self._width.explores:
             return True
         stopping = self._values[slot] if self.do_sample else max(self._if_cut(self._values, slot))
         return max(self._values[slot + 1 :]) >= stopping

@@ -22,7 +22,7 @@ class Scheduler:
         return min(self.length, room)
 
     def goes_on(self, slot: int) -> bool:
-        """Whether the heads come to slot `slot` (from 1), now that those before it are drafted."""
+        """Whether the heads come to slot `slot` (from 0), now that those before it are drafted."""
         return True
 
     def admits(self, slot: int, confidence: float | None) -> bool:

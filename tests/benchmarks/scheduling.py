@@ -119,7 +119,7 @@ def hardware_aware(
     for confidences, right in rounds:
         limit = count = scheduler.limit(LENGTH)
         for k in range(limit):
-            if (k and not scheduler.goes_on(k)) or not scheduler.admits(k, confidences[k]):
+            if not scheduler.goes_on(k) or not scheduler.admits(k, confidences[k]):
                 count = k
                 break
         if limit and not do_sample:
@@ -228,7 +228,7 @@ def play_batch(
         limits = scheduler.limits([tokens - places[row] - 1 for row in rows])
         width, heads, counts = max(limits), 0, [0] * len(rows)
         for slot in range(width):
-            if slot and not scheduler.goes_on(slot):
+            if not scheduler.goes_on(slot):
                 break
             going = [i for i, limit in enumerate(limits) if slot < limit]
             scheduler.admits(slot, going, [confidences[i][slot] for i in going])
