@@ -154,13 +154,6 @@ class CopyHead(nn.Module):
         return F.pad(self.certainty, (1, 0))[lengths].float()
 
 
-def top_2_margin(logits: torch.Tensor) -> torch.Tensor:
-    """By how much the largest of logits (..., V) exceeds the second, (...) in float32."""
-    first, place = logits.max(-1, keepdim=True)
-    second = logits.scatter(-1, place, -torch.inf).amax(-1, keepdim=True)  # on a CPU far faster than `topk`
-    return (first.float() - second.float()).squeeze(-1)
-
-
 class ConfidenceHead(nn.Module):
     """Logit of c_k, the probability that x_k is accepted given that all before it were: `w·[h_k; e] + b`."""
 

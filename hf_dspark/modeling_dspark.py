@@ -341,6 +341,10 @@ class DSparkModel(PreTrainedModel):
         """Target ids of the draft vocabulary, (V_d,), or `None` if it is the whole vocabulary."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
+    def target_ids_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Target ids (...) of draft ids (...)."""
+        return tokens if self.d2t is None else tokens + self.d2t.to(tokens.device)[tokens]
+
     def draft_ids_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Draft ids (...) of target ids (...), -1 where the draft vocabulary lacks them; for a bound drafter."""
         return tokens if self._draft_ids is None else self._draft_ids[tokens]

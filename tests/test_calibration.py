@@ -18,7 +18,7 @@ from hf_dspark.evaluation import calibrator, variants
 from hf_dspark.evaluation.acceptance import judged
 from hf_dspark.evaluation.calibrator import choose, gain, held_out, rows_of
 from hf_dspark.generation.candidate_generator import scheduler_of
-from hf_dspark.heads import top_2_margin
+from hf_dspark.generation.choice import top_2_margin
 from hf_dspark.scheduling.calibration import (
     TEMPERATURES,
     Calibration,

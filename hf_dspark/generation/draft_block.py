@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..heads import top_2_margin
 from ..modeling_dspark import DSparkModel
 from ..scheduling.calibration import Calibration
+from .choice import top_2_margin
 
 
 class DraftBlock:
@@ -62,14 +62,15 @@ class DraftBlock:
         return known
 
     def logits(self) -> torch.Tensor:
-        """The logits (R, V_d) of the slot."""
+        """The logits (R, V_d) of the slot, in float32."""
         if self._logits is None:
-            self._logits = self._base_logits[:, self._slot]
+            logits = self._base_logits[:, self._slot]
             if self._head is not None:
                 feature, self._state = self._head.step(self._embedding, self._hidden[:, self._slot], self._state)
-                self._logits = self._head.logits(self._logits, feature)
+                logits = self._head.logits(logits, feature)
             if self._repeated is not None:
-                self._logits = self.drafter.copy_head.logits(self._logits, self._copied, self._repeated)
+                logits = self.drafter.copy_head.logits(logits, self._copied, self._repeated)
+            self._logits = logits.float()
         return self._logits
 
     def select(self, rows: torch.Tensor) -> None:

@@ -281,23 +281,29 @@ def _measure(
                 passes["heads", row_count] = partial(bench.heads, most - 1)
     timings = repeat(passes, *sweeps, seconds)
 
-    overheads, more_behind_drafts = {}, {}
+    overheads, of_drafts = {}, {}
     for row_count in sorted(rows):
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
         batches = [batch.to(target.device) for batch in batches]
-        plain, drafted = (
+        plain, shortest, longest = (
             Timing.of([one.rest for batch in batches for one in real_rounds(target, drafter, batch, rounds, length)])
-            for length in (0, most - 1)
+            for length in (0, 1, most - 1)
         )
-        overheads[row_count], more_behind_drafts[row_count] = plain, max(drafted.median - plain.median, 0.0)
+        # What drafts add to it: some for being there, and as much again for each token.
+        of_token = max(longest.median - shortest.median, 0.0) / max(most - 2, 1)
+        overheads[row_count] = plain
+        of_drafts[row_count] = max(shortest.median - plain.median - of_token, 0.0)
+        for key in passes:
+            if len(key) == 3 and key[0] == row_count:
+                timings[key] = timings[key].later(of_token * (key[1] - 1))
     entry = Entry(
         identity_of(target, drafter),
         verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
         draft=[
             DraftCell(
                 rows=r,
-                time=timings["time", r].later(more_behind_drafts[r]),
-                first=timings["first", r].later(more_behind_drafts[r]),
+                time=timings["time", r].later(of_drafts[r]),
+                first=timings["first", r].later(of_drafts[r]),
                 heads=timings["heads", r],
                 overhead=overheads[r] if r > 1 else None,
             )

@@ -1,13 +1,13 @@
 """
 How fast R requests are together: plain `generate()`, drafts of fixed lengths, and the hardware-aware scheduler.
 
-    python tests/benchmarks/batch.py TARGET DRAFTER [--requests 1,2,4,8,16,32] [--tokens 64] [--output FOLDER]
+    python tests/benchmarks/batch.py TARGET DRAFTER [--requests 1,2,4,8,16,32] [--tokens 64] [--prompts gsm8k.jsonl]
 
-Prints a Markdown table and leaves it as `batch.md` in the folder, with `frontier.png` (tokens per second of all
-requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of decoding
-run right after one another, in an order that changes, on one batch of questions after the other; figures are of all
-batches together, as texts have luck of their own. Beside what was measured stands what the same rounds take by the
-profile, as machines have neighbours.
+Prints a Markdown table and leaves it as `batch.md` in the folder of `--output`, with `frontier.png` (tokens per second
+of all requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of
+decoding run right after one another, in an order that changes, on one batch of questions after the other, own ones or
+those of `--prompts`; figures are of all batches together, as texts have luck of their own. Beside what was measured
+stands what the same rounds take by the profile, as machines have neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +24,12 @@ import torch
 import typer
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from modelled import modelled_seconds, watched_drafts
+from modelled import watched
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_dspark import DSparkModel, trace
+from hf_dspark import DSparkModel
 from hf_dspark.evaluation.plots import MARKERS, STYLE
+from hf_dspark.evaluation.prompts import read_sets
 from hf_dspark.generation.profiler import costs_by_rows, ensure_costs, profile
 from hf_dspark.scheduling.profile import HardwareProfile
 
@@ -71,17 +72,17 @@ class Run:
 
 
 class Sweep:
-    """The models, and the ways to have them answer; each is traced, which costs next to nothing."""
+    """The models, the questions, and the ways to have them answered."""
 
-    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, tokenizer, tokens: int):
+    def __init__(self, target: PreTrainedModel, drafter: DSparkModel, tokenizer, tokens: int, questions: list):
         self.target, self.drafter, self.tokenizer, self.tokens = target, drafter, tokenizer, tokens
-        self.questions = [form.format(topic) for topic, form in product(TOPICS, FORMS)]
+        self.questions = questions
         random.Random(0).shuffle(self.questions)
 
     def prompts(self, requests: int, batch: int = 0) -> dict[str, torch.Tensor]:
         questions = [self.questions[i % len(self.questions)] for i in range(batch * requests, (batch + 1) * requests)]
         return self.tokenizer.apply_chat_template(
-            [[{"role": "user", "content": question}] for question in questions],
+            questions,
             add_generation_prompt=True,
             padding=True,
             return_tensors="pt",
@@ -94,7 +95,7 @@ class Sweep:
         self.drafter.generation_config.num_assistant_tokens = (
             None if variant in (PLAIN, AWARE) else int(variant.split()[-1])
         )
-        with trace(self.drafter) as rounds, watched_drafts() as drafts:
+        with watched() as work:
             begin = time.perf_counter()
             texts = self.target.generate(
                 **prompts,
@@ -106,7 +107,7 @@ class Sweep:
         if variant == PLAIN:
             steps = int(self.lengths(texts).max()) - 1  # the first token is the prompt's
             return Run(texts, seconds, steps * costs(requests).plain, [])
-        return Run(texts, seconds, modelled_seconds(drafts, rounds, costs), [len(one.draft) for one in rounds])
+        return Run(texts, seconds, work.seconds(costs), list(chain.from_iterable(work.verified)))
 
     def lengths(self, texts: torch.Tensor) -> torch.Tensor:
         """How many tokens were generated of each text, up to its end."""
@@ -177,6 +178,7 @@ def main(
     fixed: Annotated[str, typer.Option(help="Fixed lengths of drafts, separated by commas.")] = "1,2,4",
     tokens: Annotated[int, typer.Option(help="The most a request generates.")] = 64,
     batches: Annotated[int, typer.Option(help="Of every size, with other questions each.")] = 5,
+    prompts: Annotated[list[Path] | None, typer.Option(help="Files with rows of `messages` or `prompt`.")] = None,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Of both models.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="What the profile of this machine may take, beyond its least.")] = 60,
@@ -184,11 +186,13 @@ def main(
 ):
     """Compare the ways of decoding at every R."""
     random.seed(0)
+    own = [[{"role": "user", "content": form.format(topic)}] for topic, form in product(TOPICS, FORMS)]
     sweep = Sweep(
         AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval(),
         DSparkModel.from_pretrained(drafter, dtype=dtype).to(device).eval(),
         AutoTokenizer.from_pretrained(target, padding_side="left"),
         tokens,
+        list(chain.from_iterable(read_sets(prompts).values())) if prompts else own,
     )
     loads = [int(load) for load in requests.split(",")]
     prompt = sweep.prompts(1)["input_ids"]

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import typer
-from modelled import modelled_seconds, watched_drafts
+from modelled import watched
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,11 +125,11 @@ def respond(
     messages: Conversation,
     **arguments,
 ) -> Modelled:
-    with watched_drafts() as drafts:
+    with watched() as work:
         found = answer(target, tokenizer, drafter, variant, messages, **arguments)
     costs = drafter.round_costs
     if found.rounds:
-        return Modelled(**vars(found), modelled=modelled_seconds(drafts, found.rounds, lambda _: costs))
+        return Modelled(**vars(found), modelled=work.seconds(lambda _: costs))
     return Modelled(**vars(found), modelled=(len(found.tokens) - 1) * costs.plain)
 
 
