@@ -151,13 +151,17 @@ def test_passes_are_timed_behind_what_comes_before_them_in_generation(monkeypatc
     assert [cell.time.median for cell in entry.draft] == pytest.approx([5 * MS] * 2, rel=0.01)
 
 
-def test_what_a_draft_adds_to_the_rest_of_a_round_is_part_of_it(pair, monkeypatch):
-    rest = {0: 1.0 * MS, 5: 1.5 * MS}
+def test_what_drafts_add_to_the_rest_of_a_round_is_counted_with_them(pair, monkeypatch):
+    """Some of it they add for being there, and 0.1 ms with each token, which is the verification's."""
+    rest = {0: 1.0 * MS, 1: 1.6 * MS, 5: 2.0 * MS}
     monkeypatch.setattr(profiler, "real_rounds", lambda *arguments: [Seconds(rest=rest[arguments[-1]])] * 3)
     entry = profiler.profile(*pair, [prompt(20)], rows=(1, 2), depths=(64,))
     assert entry.overhead.median == entry.draft[1].overhead.median == 1.0 * MS
     for cell in entry.draft:
         assert (cell.time.median, cell.first.median) == pytest.approx((3.5 * MS, 3.5 * MS), rel=0.01)
+    for cell in entry.verify:
+        expected = 10 + cell.tokens + cell.rows * 0.64 + 0.1 * (cell.tokens / cell.rows - 1)
+        assert cell.time.median == pytest.approx(expected * MS, rel=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -121,17 +121,6 @@ def _padded(implementation: str) -> str:
 
 
 def _attention(
-    implementation: str, module: nn.Module, query: torch.Tensor, *others: torch.Tensor | None, **kwargs
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Inside [`flattened`], queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim)."""
-    tokens = getattr(_running, "tokens", None)
-    if tokens is None:
-        return _attend(implementation, module, query, *others, **kwargs)
-    output, _ = _attend(_padded(implementation), module, tokens.pad(query), *others, **kwargs)
-    return tokens.unpad(output), None
-
-
-def _attend(
     implementation: str,
     module: nn.Module,
     query: torch.Tensor,
@@ -143,22 +132,29 @@ def _attend(
     """
     The model's own attention, but for a few queries with a mask whose heads share keys: `sdpa` would copy the whole
     cache for them, head by head. Here the queries of heads that share keys are rows of one head.
+
+    Inside [`flattened`], queries are (1, heads, N, head_dim), keys and values (R, kv heads, longest, head_dim).
     """
+    tokens = getattr(_running, "tokens", None)
+    if tokens is not None:
+        implementation, query = _padded(implementation), tokens.pad(query)
     rows, heads, width, size = query.shape
     shared = heads // key.shape[1]
     few = implementation == "sdpa" and shared > 1 and width <= _WIDEST
     one_mask = attention_mask is not None and attention_mask.shape[1] == 1
     more = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
     if more or not (few and one_mask):
-        return _function(implementation, module)(module, query, key, value, attention_mask, **kwargs)
+        own = _function(implementation, module)
+        output, weights = own(module, query, key, value, attention_mask, **kwargs)
+        return (output, weights) if tokens is None else (tokens.unpad(output.transpose(1, 2)), None)
     output = F.scaled_dot_product_attention(
         query.reshape(rows, key.shape[1], shared * width, size),
         key,
         value,
         attn_mask=attention_mask.expand(-1, shared, -1, -1).reshape(len(attention_mask), 1, shared * width, -1),
         scale=kwargs.get("scaling"),
-    )
-    return output.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
+    ).reshape(rows, heads, width, -1)
+    return (output.transpose(1, 2).contiguous() if tokens is None else tokens.unpad(output)), None
 
 
 def _mask(implementation: str, *args, **kwargs) -> torch.Tensor | None:

@@ -281,7 +281,7 @@ def _measure(
                 passes["heads", row_count] = partial(bench.heads, most - 1)
     timings = repeat(passes, *sweeps, seconds)
 
-    overheads, of_drafts = {}, {}
+    overheads, of_drafts, of_tokens = {}, {}, {}
     for row_count in sorted(rows):
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
         batches = [batch.to(target.device) for batch in batches]
@@ -290,15 +290,15 @@ def _measure(
             for length in (0, 1, most - 1)
         )
         # What drafts add to it: some for being there, and as much again for each token.
-        of_token = max(longest.median - shortest.median, 0.0) / max(most - 2, 1)
         overheads[row_count] = plain
-        of_drafts[row_count] = max(shortest.median - plain.median - of_token, 0.0)
-        for key in passes:
-            if len(key) == 3 and key[0] == row_count:
-                timings[key] = timings[key].later(of_token * (key[1] - 1))
+        of_tokens[row_count] = max(longest.median - shortest.median, 0.0) / max(most - 2, 1)
+        of_drafts[row_count] = max(shortest.median - plain.median - of_tokens[row_count], 0.0)
     entry = Entry(
         identity_of(target, drafter),
-        verify=[VerifyCell(key[0], key[0] * key[1], key[2], timings[key]) for key in passes if len(key) == 3],
+        verify=[
+            VerifyCell(r, r * width, depth, timings[r, width, depth].later(of_tokens[r] * (width - 1)))
+            for r, width, depth in (key for key in passes if len(key) == 3)
+        ],
         draft=[
             DraftCell(
                 rows=r,

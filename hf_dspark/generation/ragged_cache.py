@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ class Flattened:
     rows: torch.Tensor
     slots: torch.Tensor
     columns: torch.Tensor
+    _known_places: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Flattened:
@@ -54,30 +55,32 @@ class Flattened:
         """Where each row's last token is among the N, (R,)."""
         return (torch.tensor(self.counts).cumsum(0) - 1).to(self.rows.device)
 
-    @cached_property
-    def _padded(self) -> torch.Tensor:
-        """Which tokens rows of one width consist of, (R · width,); those of a shorter row end in its last again."""
-        counts = torch.tensor(self.counts)[:, None]
-        starts = counts.cumsum(0) - counts
-        slots = torch.minimum(torch.arange(self.width), counts - 1)
-        return (starts + slots).clamp(min=0).flatten().to(self.rows.device)
-
-    @cached_property
-    def _unpadded(self) -> torch.Tensor:
-        """The places (N,) of the tokens in there."""
-        return self.rows * self.width + self.slots
+    def _places(self, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Where what rows of one width and heads consist of is among the heads of all tokens, (R · heads · width,), and
+        the way back, (N · heads,). Rows that are shorter end in their last token again.
+        """
+        if (heads, device) not in self._known_places:
+            counts, each = torch.tensor(self.counts, device=device)[:, None], torch.arange(heads, device=device)
+            slots = torch.minimum(torch.arange(self.width, device=device), counts - 1)
+            tokens = (counts.cumsum(0) - counts + slots).clamp(min=0)
+            there = tokens[:, None] * heads + each[:, None]
+            back = (self.rows.to(device)[:, None] * heads + each) * self.width + self.slots.to(device)[:, None]
+            self._known_places[heads, device] = there.flatten(), back.flatten()
+        return self._known_places[heads, device]
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """States (1, heads, N, head_dim) by row, (R, heads, width, head_dim); anything where a row has none."""
-        tokens = states[0].transpose(0, 1)
-        if not self.even:
-            tokens = tokens.index_select(0, self._padded.to(states.device))
-        return tokens.unflatten(0, (len(self.counts), self.width)).transpose(1, 2)
+        _, heads, _, size = states.shape
+        there, _ = self._places(heads, states.device)
+        by_row = states[0].transpose(0, 1).reshape(-1, size).index_select(0, there)
+        return by_row.view(len(self.counts), heads, self.width, size)
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
-        """The way back for states by row (R, width, ...): (1, N, ...)."""
-        tokens = states.flatten(0, 1)
-        return (tokens if self.even else tokens.index_select(0, self._unpadded.to(states.device)))[None]
+        """The way back, from (R, heads, width, head_dim) to (1, N, heads, head_dim)."""
+        heads, size = states.shape[1], states.shape[3]
+        _, back = self._places(heads, states.device)
+        return states.reshape(-1, size).index_select(0, back).view(1, -1, heads, size)
 
 
 class RaggedCache:

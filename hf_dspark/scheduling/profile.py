@@ -94,7 +94,8 @@ class Identity:
 @dataclass(frozen=True)
 class VerifyCell:
     """
-    The target's forward pass over anchors and drafts.
+    The target's forward pass over anchors and drafts. Times include what so many drafts add to the overhead of their
+    round.
 
     Args:
         rows: R, sequences in the batch.
@@ -117,7 +118,7 @@ class VerifyCell:
 class DraftCell:
     """
     The draft of one block for each row: backbone, output head, and the sequential and confidence heads slot by slot.
-    Times include what a draft adds to the overhead of its round.
+    Times include what a draft adds to the overhead of its round, however short it is.
 
     Args:
         rows: R, sequences in the batch.
