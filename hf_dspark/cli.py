@@ -404,8 +404,7 @@ def profile(
     try:
         with rich.get_console().status("Measuring, a minute or more ..."):
             texts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
-            together = sorted({1, *rows}) if rows else profiler.ROWS
-            entry = profiler.profile(model, draft_model, texts, together, seconds=seconds)
+            entry = profiler.profile(model, draft_model, texts, rows or profiler.ROWS, seconds=seconds)
         kept = known or draft_model.hardware_profile or HardwareProfile()
         kept.add(entry)
         written = kept.save(output)

@@ -40,7 +40,7 @@ logger = logging.get_logger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 
-ROWS = (1, 2, 4)
+ROWS = (2, 4)
 DEPTHS = (64, 1024)
 SECONDS = 60.0  # what the passes of a full profile may take, beyond its fewest sweeps
 QUICK_SECONDS = 2.0
@@ -63,16 +63,15 @@ def profile(
 
     Args:
         prompts: token ids (1, length) of real prompts; rounds of `generate()` are timed on each.
-        rows, depths: those of the grid; depths that are beyond the target are cut, and so are batches if it cannot
-            decode any.
+        rows: of the grid, besides one; batches are left out if the target cannot decode any.
+        depths: of the grid; those that are beyond the target are cut.
         seconds: when to stop repeating what still is uncertain.
 
     Raises:
         ValueError: the drafter does not fit the target, the target's cache cannot be cropped, or the times are no
             measurement, and why.
     """
-    if not can_run_ragged(target):
-        rows = (1,)
+    rows = sorted({1, *rows}) if can_run_ragged(target) else [1]
     with _undisturbed(target, drafter), verifying_attention(target) if max(rows) > 1 else nullcontext():
         return _measure(target, drafter, prompts, rows, depths, FULL_SWEEPS, seconds, ROUNDS)
 
@@ -268,7 +267,7 @@ def _measure(
     text = text.repeat(-(-depths[-1] // len(text)))
 
     passes: dict[tuple, Callable[[], float]] = {}  # by rows, width and depth, or by a field of a draft cell and rows
-    for row_count in sorted(rows):
+    for row_count in rows:
         widths = range(1, most + 1) if row_count == 1 else sorted({1, 2, (most + 1) // 2, most})
         for depth in depths:
             kind = SingleBench if row_count == 1 else BatchBench
@@ -282,7 +281,7 @@ def _measure(
     timings = repeat(passes, *sweeps, seconds)
 
     overheads, of_drafts, of_tokens = {}, {}, {}
-    for row_count in sorted(rows):
+    for row_count in rows:
         batches = prompts if row_count == 1 else [prompts[0].repeat(row_count, 1)]
         batches = [batch.to(target.device) for batch in batches]
         plain, shortest, longest = (
@@ -307,7 +306,7 @@ def _measure(
                 heads=timings["heads", r],
                 overhead=overheads[r] if r > 1 else None,
             )
-            for r in sorted(rows)
+            for r in rows
         ],
         overhead=overheads[1],
     )

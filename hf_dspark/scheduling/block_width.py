@@ -7,7 +7,7 @@ import numpy as np
 from .outlook import Average
 
 WHOLE_AT_FIRST = 8  # drafted rounds with whole blocks before any other
-WHOLE_AGAIN = 16  # drafted rounds from one whole block to the next
+WHOLE_AGAIN = 32  # drafted rounds from one whole block to the next
 
 
 class BlockWidth:

@@ -198,7 +198,7 @@ def main(
     prompt = sweep.prompts(1)["input_ids"]
     sweep.drafter.hardware_profile = sweep.drafter.hardware_profile or HardwareProfile()
     sweep.drafter.hardware_profile.add(
-        profile(sweep.target, sweep.drafter, [prompt], rows=sorted({1, *loads}), depths=(64,), seconds=seconds)
+        profile(sweep.target, sweep.drafter, [prompt], rows=loads, depths=(64,), seconds=seconds)
     )
     ensure_costs(sweep.target, sweep.drafter)
     variants = [PLAIN, *(f"fixed {length}" for length in fixed.split(",")), AWARE]
