@@ -6,8 +6,9 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
 Prints a Markdown table and leaves it as `batch.md` in the folder of `--output`, with `frontier.png` (tokens per second
 of all requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of
 decoding run right after one another, in an order that changes, on one batch of questions after the other, own ones or
-those of `--prompts`; figures are of all batches together, as texts have luck of their own. Beside what was measured
-stands what the same rounds take by the profile, as machines have neighbours.
+those of `--prompts`; figures are of all batches together, as texts have luck of their own; of fewer than four requests,
+there are as many more batches. Beside what was measured stands what the same rounds take by the profile, as machines
+have neighbours.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def main(
     requests: Annotated[str, typer.Option(help="R, separated by commas.")] = "1,2,4,8,16,32",
     fixed: Annotated[str, typer.Option(help="Fixed lengths of drafts, separated by commas.")] = "1,2,4",
     tokens: Annotated[int, typer.Option(help="The most a request generates.")] = 64,
-    batches: Annotated[int, typer.Option(help="Of every size, with other questions each.")] = 5,
+    batches: Annotated[int, typer.Option(help="Of every size, with other questions each.")] = 6,
     prompts: Annotated[list[Path] | None, typer.Option(help="Files with rows of `messages` or `prompt`.")] = None,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Of both models.")] = "cpu",
@@ -204,7 +205,7 @@ def main(
     variants = [PLAIN, *(f"fixed {length}" for length in fixed.split(",")), AWARE]
     results: list[Result] = []
     for load in loads:
-        results += sweep.compare(load, variants, batches)
+        results += sweep.compare(load, variants, batches * max(4 // load, 1))
         print(table(results[-len(variants) :]))
     output.mkdir(parents=True, exist_ok=True)
     (output / "batch.md").write_text(table(results), encoding="utf-8")
