@@ -6,9 +6,9 @@ How fast R requests are together: plain `generate()`, drafts of fixed lengths, a
 Prints a Markdown table and leaves it as `batch.md` in the folder of `--output`, with `frontier.png` (tokens per second
 of all requests against those of each) and `load.png` (tokens verified a request and round against R). The ways of
 decoding run right after one another, in an order that changes, on one batch of questions after the other, own ones or
-those of `--prompts`; figures are of all batches together, as texts have luck of their own; of fewer than four requests,
-there are as many more batches. Beside what was measured stands what the same rounds take by the profile, as machines
-have neighbours.
+those of `--prompts`; figures are of all batches together, as texts have luck of their own, and of more batches where
+they have fewer than four requests. Beside what was measured stands what the same rounds take by the profile, as
+machines have neighbours.
 """
 
 from __future__ import annotations
