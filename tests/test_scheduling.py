@@ -16,7 +16,7 @@ from hf_dspark.generation.candidate_generator import scheduler_of
 from hf_dspark.scheduling.costs import RoundCosts
 from hf_dspark.scheduling.experience import Experience
 from hf_dspark.scheduling.hardware_aware import HardwareAware
-from hf_dspark.scheduling.ledger import Ledger
+from hf_dspark.scheduling.ledger import ALLOWANCE, STAKE, Ledger
 from hf_dspark.scheduling.schedulers import ConfidenceThreshold, FixedLength, Scheduler
 
 confidences = st.lists(st.floats(0, 1), min_size=1, max_size=8)
@@ -333,6 +333,7 @@ def slowdown(rounds, plain: float) -> float:
 @settings(max_examples=20, deadline=None)
 @example(draft=0.05, slope=0.0, wrongly_sure=1.0, noise=0.0859375, do_sample=False)  # dearer by less than the noise
 @example(draft=0.15, slope=0.0, wrongly_sure=0.7, noise=0.1, do_sample=True)
+@example(draft=1.875, slope=0.4375, wrongly_sure=1.0, noise=0.0, do_sample=False)  # a draft loses four plain rounds
 @given(
     draft=st.floats(0.05, 2),
     slope=st.floats(0, 0.5),
@@ -340,11 +341,16 @@ def slowdown(rounds, plain: float) -> float:
     noise=st.floats(0, 0.1),
     do_sample=st.booleans(),
 )
-def test_useless_drafts_cost_three_percent_at_most(draft, slope, wrongly_sure, noise, do_sample):
+def test_useless_drafts_cost_their_allowance_and_a_few_rounds(draft, slope, wrongly_sure, noise, do_sample):
+    """
+    Beyond what may be lost, that is what two drafts in a row take behind a pause, and one more; where the clock is
+    noisy, drafts may also look cheaper than they are until the next comparison.
+    """
     costs = RoundCosts(draft=draft, verify=tuple(1 + slope * n for n in range(6)), overhead=0.05)
     scheduler = HardwareAware(costs, 5, do_sample)
     rounds = play(scheduler, costs, lambda _: 0, 1000, [wrongly_sure] * 5, noise)
-    assert slowdown(rounds, scheduler.plain) < 1.03
+    lost = (costs.draft + costs.verify[5] - costs.verify[0]) / scheduler.plain  # by a round, in plain ones
+    assert slowdown(rounds, scheduler.plain) < 1 + ALLOWANCE + (STAKE + 3 * lost) / 1000 + noise / 5
 
 
 def test_drafts_that_turn_bad_and_good_again():
