@@ -59,9 +59,7 @@ def test_blocks_of_speculators(name, attention, golden_target):
                 torch.testing.assert_close(confidence, golden["confidence_logits"], **close)
         logits = logits[:, unused:]
         torch.testing.assert_close(logits, golden["draft_logits"], **close)
-        choice = logits.argmax(-1)
-        if drafter.draft_token_ids is not None:
-            choice = drafter.draft_token_ids[choice]
+        choice = drafter.target_ids_of(logits.argmax(-1))
         assert torch.equal(choice, golden["draft_token_ids"])
 
 

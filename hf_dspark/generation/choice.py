@@ -83,7 +83,7 @@ def choose(
         scores, token = scores[kept], token[kept]
     if do_sample:
         token = draw(F.softmax(scores, dim=-1))
-    if blind and drafter.d2t is not None:
+    if blind:
         token = drafter.target_ids_of(token)
         if do_sample or drafter.alternatives:
             scores = over_vocabulary(drafter, scores)

@@ -288,7 +288,7 @@ def _measure(
             Timing.of([one.rest for batch in batches for one in real_rounds(target, drafter, batch, rounds, length)])
             for length in (0, 1, most - 1)
         )
-        # What drafts add to it: some for being there, and as much again for each token.
+        # What drafts add to it: something for being there, and something for each of their tokens.
         overheads[row_count] = plain
         of_tokens[row_count] = max(longest.median - shortest.median, 0.0) / max(most - 2, 1)
         of_drafts[row_count] = max(shortest.median - plain.median - of_tokens[row_count], 0.0)

@@ -232,7 +232,5 @@ class DSparkObjective(nn.Module):
         cross_entropy = -(p * log_q).sum(-1)
         # 1 - Σ min(p, q): the part of p outside a pruned draft vocabulary is missed whatever q is.
         total_variation = 1 - torch.minimum(log_q.exp(), p).sum(-1)
-        choice, ids = log_q.argmax(-1), self.drafter.draft_token_ids
-        if ids is not None:
-            choice = ids[choice]
+        choice = self.drafter.target_ids_of(log_q.argmax(-1))
         return cross_entropy, total_variation, (choice == target_choice[rows, places]).float()
